@@ -1,0 +1,55 @@
+# Everything runs in .venv, whatever other environment is active.
+VENV  := .venv
+BIN   := $(VENV)/bin
+STAMP := $(VENV)/.legato-setup
+# The first Python that runs and is new enough: a name on the path may be a shim for one that is not installed.
+PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+TORCH := torch==2.13.0
+
+# Another environment's settings must not leak into this one.
+unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
+
+.PHONY: help setup models demo test lint ruff format-check types format clean
+.DEFAULT_GOAL := help
+
+help:  ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 14
+
+setup: $(STAMP)  ## Install Legato and its development tools in .venv
+
+$(STAMP): pyproject.toml constraints.txt $(wildcard hatch_build.py)
+	@test -n "$(PYTHON)" || { echo "Legato needs Python 3.11 or newer: make setup PYTHON=/path/to/python" >&2; exit 1; }
+	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@touch $@
+
+models: setup  ## Fetch the two small real models that the tests use
+	@$(BIN)/legato pull smollm2 gemma3
+
+demo: setup  ## Fetch one small model and run examples/demo.py on it
+	@$(BIN)/legato pull smollm2
+	$(BIN)/python examples/demo.py
+
+test: setup models  ## Run the tests (PYTEST_ARGS=... for pytest's options)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+lint: ruff format-check types  ## Check style, format and types
+
+ruff: setup
+	$(BIN)/ruff check
+
+format-check: setup
+	$(BIN)/ruff format --check
+
+types: setup
+	$(BIN)/mypy
+
+format: setup  ## Put the code in the project's format
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean:  ## Remove .venv, build output and tool caches (pulled models stay)
+	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,74 @@
+"""What a model's layers ask of the cache, found by watching one tiny forward pass rather than by reading its config."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from legato.attention.interface import IMPLEMENTATION, AttentionCall, attention_implementation
+from legato.cache.pool import AttentionGroup
+from legato.errors import UnsupportedModelError
+
+
+def find_attention_groups(model: Any, configs: Sequence[Any]) -> tuple[AttentionGroup, ...]:
+    """Run two tokens through the model and group its layers by what they store and see.
+
+    Args:
+        model: a causal language model of transformers.
+        configs: the config objects its attention layers look their implementation up in.
+
+    Returns:
+        At most one full and one group for each sliding window, full first.
+
+    Raises:
+        UnsupportedModelError: the model's attention is not all in one plain call of the attention interface a layer.
+    """
+    calls: list[AttentionCall] = []
+
+    def record(call: AttentionCall) -> Tensor:
+        calls.append(call)
+        return torch.zeros_like(call.query.transpose(1, 2))
+
+    ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    with torch.no_grad(), attention_implementation(configs, IMPLEMENTATION):
+        try:
+            model(input_ids=ids, position_ids=torch.arange(2, device=ids.device)[None], use_cache=False, paged=record)
+        except (TypeError, RuntimeError, KeyError, AttributeError) as error:
+            raise _unsupported(model, f"its forward pass does not take packed sequences ({error})") from error
+    _check_calls(model, calls)
+    layers = defaultdict(list)
+    for call in calls:
+        layers[call.window, call.key.shape[1], call.key.shape[3]].append(call.layer)
+    groups = [
+        AttentionGroup(tuple(sorted(indices)), window, num_kv_heads, head_dim)
+        for (window, num_kv_heads, head_dim), indices in layers.items()
+    ]
+    return tuple(sorted(groups, key=lambda group: (group.window is not None, group.window or 0, group.layers)))
+
+
+def _check_calls(model: Any, calls: list[AttentionCall]) -> None:
+    config = model.config.get_text_config()
+    seen = [call.layer for call in calls]
+    if getattr(config, "is_encoder_decoder", False):
+        raise _unsupported(model, "it is an encoder-decoder")
+    if sorted(seen) != list(range(config.num_hidden_layers)):
+        raise _unsupported(
+            model,
+            f"{len(set(seen))} of its {config.num_hidden_layers} layers, in {len(seen)} calls, compute attention "
+            "through transformers' attention interface; Legato needs one call in each",
+        )
+    if getattr(config, "num_kv_shared_layers", 0):
+        raise _unsupported(model, "some layers reuse the K and V of others")
+    if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
+        raise _unsupported(model, "it has chunked attention layers")
+    for call in calls:
+        if call.unknown:
+            raise _unsupported(model, f"layer {call.layer} passes {', '.join(call.unknown)} to its attention")
+        if call.key.shape != call.value.shape:
+            raise _unsupported(model, f"layer {call.layer} has keys and values of different width")
+
+
+def _unsupported(model: Any, reason: str) -> UnsupportedModelError:
+    return UnsupportedModelError(f"{type(model).__name__} cannot be served: {reason}")

@@ -1,0 +1,126 @@
+"""Cutting a batch's attention into dense tiles, each no larger than what its queries may see.
+
+A decode query sees its own context; a chunk of a prompt is cut into tiles of up to `QUERY_TILE` queries, each with
+the keys from the first that its first query sees to its last query's own. Decode queries are grouped by context
+length, rounded up by at most an eighth, so that a batch of hundreds takes a few calls and wastes little.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from legato.cache.kv import KVCache
+from legato.engine.batch import Batch, IntArray
+
+QUERY_TILE = 128
+KEYS_PER_CALL = 16384  # bounds what a call gathers; a decode tile longer than that goes alone
+_SMALLEST_KEY_STEP = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """Attention of `tile` × `queries` queries to `keys` keys each.
+
+    Attributes:
+        query_rows: int64 [tile × queries]; tokens of the batch.
+        shape: (tile, queries, keys).
+        key_rows: int64 [tile, keys]; rows of the group's `LayerCache`s.
+        mask: bool [tile, 1, queries, keys]; True where a query sees a key.
+    """
+
+    query_rows: Tensor
+    shape: tuple[int, int, int]
+    key_rows: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """All that the layers of one attention group need in a forward pass.
+
+    Attributes:
+        write_rows: int64 [tokens]; where each token's K and V go.
+        tiles: together they hold each token of the batch once.
+    """
+
+    write_rows: Tensor
+    tiles: list[Tile]
+
+
+def plan_attention(batch: Batch, cache: KVCache, device: torch.device) -> list[GroupPlan]:
+    """A plan for each attention group of the cache."""
+    return [_plan_group(batch, cache, group, device) for group in range(len(cache.groups))]
+
+
+def _plan_group(batch: Batch, cache: KVCache, group: int, device: torch.device) -> GroupPlan:
+    slots = torch.from_numpy(batch.slot_mappings[group]).to(device)
+    window = cache.groups[group].window
+    tiles = [
+        _make_tile(batch, cache, group, device, requests, first_rows, num_queries, num_keys)
+        for requests, first_rows, num_queries, num_keys in _shapes(batch, window)
+    ]
+    return GroupPlan(cache.rows(group, slots), tiles)
+
+
+def _shapes(batch: Batch, window: int | None) -> Iterator[tuple[IntArray, IntArray, int, int]]:
+    """(requests [tile], first query rows [tile], queries, keys) of every tile."""
+    counts = np.diff(batch.cu_seqlens_q)
+    (decodes,) = np.nonzero(counts == 1)
+    if len(decodes):
+        visible = batch.seqused_k[decodes] if window is None else np.minimum(batch.seqused_k[decodes], window)
+        rounded = _round_up(visible)
+        order = np.argsort(rounded, kind="stable")
+        lengths, starts = np.unique(rounded[order], return_index=True)
+        for length, requests in zip(lengths.tolist(), np.split(decodes[order], starts[1:]), strict=True):
+            step = max(1, KEYS_PER_CALL // length)
+            for i in range(0, len(requests), step):
+                part = requests[i : i + step]
+                yield part, batch.cu_seqlens_q[part], 1, length
+    for request in np.nonzero(counts > 1)[0].tolist():
+        end_row = int(batch.cu_seqlens_q[request + 1])
+        to_position = int(batch.seqused_k[request]) - end_row
+        for row in range(int(batch.cu_seqlens_q[request]), end_row, QUERY_TILE):
+            num_queries = min(QUERY_TILE, end_row - row)
+            last = row + num_queries - 1 + to_position
+            first_key = 0 if window is None else max(0, row + to_position - window + 1)
+            yield np.array([request]), np.array([row]), num_queries, last + 1 - first_key
+
+
+def _round_up(lengths: IntArray) -> IntArray:
+    """Up to a multiple of an eighth of the power of two below, or of 16 if that is more."""
+    step = np.maximum(_SMALLEST_KEY_STEP, 1 << np.maximum(np.log2(lengths).astype(np.int64) - 3, 0))
+    return -(-lengths // step) * step
+
+
+def _make_tile(
+    batch: Batch,
+    cache: KVCache,
+    group: int,
+    device: torch.device,
+    requests: IntArray,
+    first_rows: IntArray,
+    num_queries: int,
+    num_keys: int,
+) -> Tile:
+    window, page_size = cache.groups[group].window, cache.page_size
+    query_rows = first_rows[:, None] + np.arange(num_queries)
+    query_positions = batch.position_ids[query_rows]
+    # Keys count from the first one that the first query sees; rounded-up tiles run past the last query's own.
+    first_key = np.zeros_like(first_rows) if window is None else np.maximum(query_positions[:, 0] - window + 1, 0)
+    key_positions = first_key[:, None] + np.arange(num_keys)
+    seen = key_positions <= query_positions[:, -1:]
+    pages, offsets = np.divmod(np.where(seen, key_positions, 0), page_size)
+    slots = batch.block_tables[group][requests[:, None], pages] * page_size + offsets
+    slots[~seen] = 0  # the padding block
+    mask = key_positions[:, None, :] <= query_positions[:, :, None]
+    if window is not None:
+        mask &= key_positions[:, None, :] > query_positions[:, :, None] - window
+    return Tile(
+        query_rows=torch.from_numpy(query_rows.reshape(-1)).to(device),
+        shape=(len(requests), num_queries, num_keys),
+        key_rows=cache.rows(group, torch.from_numpy(slots).to(device)),
+        mask=torch.from_numpy(mask[:, None]).to(device),
+    )

@@ -1,0 +1,237 @@
+"""Files of prompts in, files of results out: the work of `legato generate`."""
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from legato.config import ContinuousBatchingConfig
+from legato.errors import InvalidValueError
+from legato.llm import LLM
+from legato.progress import completed
+from legato.request import GenerationOutput, RequestSpec
+from legato.text import decode, encode, encode_chat
+
+INTERRUPTED = 130
+
+_PROMPT_FIELDS = ("prompt", "messages", "prompt_ids")
+_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos")
+_OTHER_FIELDS = ("id", "max_new_tokens")
+
+Result = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class PromptLine:
+    """One line of a prompt file.
+
+    Attributes:
+        index: which, from 0.
+        fields: what it says, the common settings filled in.
+        error: why it can never be answered, or None.
+    """
+
+    index: int
+    fields: Mapping[str, Any]
+    error: str | None
+
+    @property
+    def digest(self) -> str:
+        """Stands for everything that decides the answer."""
+        text = json.dumps(self.fields, sort_keys=True, ensure_ascii=False)
+        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def read_lines(source: Path | TextIO, chat: bool, common: Mapping[str, Any]) -> list[PromptLine]:
+    """Read a prompt file; blank lines are skipped. A line that makes no sense becomes one with an error.
+
+    Args:
+        source: a path, or an open text file.
+        chat: plain text is a user's message and not a bare prompt.
+        common: settings for lines that do not bring their own.
+    """
+    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source.read()
+    lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
+    return [_parse_line(index, line, chat, common) for index, line in enumerate(lines)]
+
+
+def _parse_line(index: int, line: str, chat: bool, common: Mapping[str, Any]) -> PromptLine:
+    fields: Any = line
+    if line.lstrip().startswith("{"):
+        try:
+            fields = json.loads(line)
+        except json.JSONDecodeError as error:
+            return PromptLine(index, {"line": line}, f"not a JSON object: {error}")
+    if isinstance(fields, str):
+        fields = {"messages": [{"role": "user", "content": fields}]} if chat else {"prompt": fields}
+    return PromptLine(index, {**common, **fields}, _what_is_wrong(fields))
+
+
+def _what_is_wrong(fields: Mapping[str, Any]) -> str | None:
+    given = [name for name in _PROMPT_FIELDS if name in fields]
+    if len(given) != 1:
+        return f"a line needs exactly one of {', '.join(_PROMPT_FIELDS)}; this one has {', '.join(given) or 'none'}"
+    unknown = sorted(set(fields) - {*_PROMPT_FIELDS, *_SAMPLING_FIELDS, *_OTHER_FIELDS})
+    if unknown:
+        known = ", ".join([*_PROMPT_FIELDS, *_OTHER_FIELDS, *_SAMPLING_FIELDS])
+        return f"unknown field {unknown[0]!r}; known ones are {known}"
+    if "prompt" in fields and not isinstance(fields["prompt"], str):
+        return f"prompt={fields['prompt']!r} is not allowed: it must be text"
+    if "messages" in fields and not isinstance(fields["messages"], list):
+        return f"messages={fields['messages']!r} is not allowed: it must be a list"
+    return None
+
+
+def run_lines(
+    lines: Sequence[PromptLine],
+    model: str,
+    load: Mapping[str, Any],
+    config: ContinuousBatchingConfig,
+    output: Path | None,
+    resume: bool,
+) -> int:
+    """Answer the lines and write the results.
+
+    Args:
+        load: given to `from_pretrained`.
+        output: where; None: standard output.
+        resume: keep the results that `output` holds already.
+
+    Returns:
+        The exit status: 0, 1 if some lines failed, 130 if interrupted.
+    """
+    done = _kept_results(lines, output) if resume and output is not None else {}
+    todo = [line for line in lines if line.index not in done]
+    with _open(output, append=bool(done)) as file:
+        writer = OrderedWriter(file, [line.index for line in todo])
+        interrupted = _answer(todo, model, load, config, writer) if todo else False
+    if done and output is not None:
+        _sort_file(output, {**done, **writer.written})
+    if interrupted:
+        return INTERRUPTED
+    return 1 if any(result["error"] is not None for result in writer.written.values()) else 0
+
+
+def _answer(
+    lines: Sequence[PromptLine],
+    model: str,
+    load: Mapping[str, Any],
+    config: ContinuousBatchingConfig,
+    writer: "OrderedWriter",
+) -> bool:
+    """Run the lines and hand each result to the writer as it comes. Returns whether Ctrl-C cut that short."""
+    try:
+        with LLM(model, continuous_batching_config=config, **load) as llm:
+            runnable = []
+            for line in lines:
+                try:
+                    runnable.append((line, _make_spec(line, llm.tokenizer)))
+                except InvalidValueError as error:
+                    writer.add(_result(line, None, "", str(error)))
+            for index, output in completed(llm.manager, [spec for _, spec in runnable], show=True):
+                writer.add(_result(runnable[index][0], output, decode(llm.tokenizer, output.generated_tokens)))
+    except KeyboardInterrupt:
+        return True
+    finally:
+        writer.finish()
+    return False
+
+
+def _make_spec(line: PromptLine, tokenizer: Any) -> RequestSpec:
+    if line.error is not None:
+        raise InvalidValueError(line.error)
+    fields = line.fields
+    if "messages" in fields:
+        input_ids = encode_chat(tokenizer, fields["messages"])
+    elif "prompt" in fields:
+        input_ids = encode(tokenizer, fields["prompt"])
+    else:
+        input_ids = fields["prompt_ids"]
+    sampling = {name: fields[name] for name in _SAMPLING_FIELDS if name in fields}
+    return RequestSpec(input_ids, fields["max_new_tokens"], sampling=sampling)
+
+
+def _result(line: PromptLine, output: GenerationOutput | None, text: str, error: str | None = None) -> Result:
+    return {
+        "index": line.index,
+        **({"id": line.fields["id"]} if "id" in line.fields else {}),
+        "text": text,
+        "finish_reason": "error" if output is None else output.finish_reason,
+        "error": error if output is None else output.error,
+        "num_prompt_tokens": 0 if output is None else len(output.prompt_ids),
+        "num_generated_tokens": 0 if output is None else len(output.generated_tokens),
+        "digest": line.digest,
+    }
+
+
+class OrderedWriter:
+    """Writes results in the order of `indices`, each as soon as those before it are written.
+
+    Args:
+        file: where; flushed after every result.
+        indices: all that may come, ascending.
+    """
+
+    def __init__(self, file: TextIO, indices: Iterable[int]) -> None:
+        self.written: dict[int, Result] = {}
+        self._file = file
+        self._next = list(reversed(list(indices)))
+        self._early: dict[int, Result] = {}
+
+    def add(self, result: Result) -> None:
+        self._early[result["index"]] = result
+        while self._next and self._next[-1] in self._early:
+            self._write(self._early.pop(self._next.pop()))
+
+    def finish(self) -> None:
+        """Nothing more will come: write what had to wait, in order."""
+        for index in sorted(self._early):
+            self._write(self._early.pop(index))
+
+    def _write(self, result: Result) -> None:
+        self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
+        self._file.flush()
+        self.written[result["index"]] = result
+
+
+def _kept_results(lines: Sequence[PromptLine], output: Path) -> dict[int, Result]:
+    """Results in a file that are whole, without error, and of lines that are still the same."""
+    if not output.exists():
+        return {}
+    digests = {line.index: line.digest for line in lines}
+    kept = {}
+    for text in output.read_text(encoding="utf-8").splitlines():
+        try:
+            result = json.loads(text)
+        except json.JSONDecodeError:
+            continue  # the run was killed while it wrote this line
+        if not isinstance(result, dict) or result.get("error") is not None:
+            continue
+        index, digest = result.get("index"), result.get("digest")
+        if index in digests and digests[index] == digest:
+            kept[index] = result
+    return kept
+
+
+def _sort_file(output: Path, results: Mapping[int, Result]) -> None:
+    """Put a file that was appended to in input order, all at once."""
+    sorted_path = output.with_name(output.name + ".sorted")
+    text = "".join(json.dumps(results[index], ensure_ascii=False) + "\n" for index in sorted(results))
+    sorted_path.write_text(text, encoding="utf-8")
+    os.replace(sorted_path, output)
+
+
+@contextmanager
+def _open(output: Path | None, append: bool) -> Iterator[TextIO]:
+    if output is None:
+        yield sys.stdout
+        return
+    with output.open("a" if append else "w", encoding="utf-8") as file:
+        if append:
+            file.write("\n")  # ends a line that was cut off; blank lines are dropped when the file is sorted
+        yield file

@@ -1,0 +1,84 @@
+"""The tensors of the paged cache: one flat allocation, seen through a view for each layer."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup, ChunkLayout
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCache:
+    """One layer's K and V.
+
+    Both are [rows, kv_heads × head_dim], and the position in slot `block × page_size + offset` lies in row
+    `KVCache.rows(slot)`, the same for both.
+    """
+
+    keys: Tensor
+    values: Tensor
+    num_kv_heads: int
+    head_dim: int
+
+    def write(self, rows: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store `key` and `value`, [tokens, kv_heads × head_dim], in `rows`, int64 [tokens]."""
+        self.keys.index_copy_(0, rows, key)
+        self.values.index_copy_(0, rows, value)
+
+    def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """K and V in `rows`, int64 [batch, length], each as [batch, kv_heads, length, head_dim]."""
+        shape = (*rows.shape, self.num_kv_heads, self.head_dim)
+        flat = rows.reshape(-1)
+        return (
+            self.keys.index_select(0, flat).view(shape).transpose(1, 2),
+            self.values.index_select(0, flat).view(shape).transpose(1, 2),
+        )
+
+
+class KVCache:
+    """Storage for `num_chunks` chunks.
+
+    A block lays its group's layers one after the other, and each layer its page of K before its page of V:
+    [layers, 2, page_size, kv_heads, head_dim]. Chunks hold whole blocks of every group, so a group sees the pool as one
+    run of blocks, and a layer as rows that start at its own offset and go on from block to block.
+
+    Args:
+        groups: the model's attention groups.
+        page_size: tokens a page holds.
+        num_chunks: chunks, the reserved ones included.
+        dtype: of K and V.
+        device: where they lie.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[AttentionGroup],
+        page_size: int,
+        num_chunks: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        chunk_size = ChunkLayout.of(groups, page_size).chunk_size
+        # Not zeroed: the operating system hands out memory only as it is touched. Padding reads must find numbers.
+        storage = torch.empty(num_chunks * chunk_size, dtype=dtype, device=device)
+        storage[: RESERVED_CHUNKS * chunk_size].zero_()
+        self.page_size = page_size
+        self.groups = tuple(groups)
+        self.layers: dict[int, LayerCache] = {}
+        self.group_of_layer: dict[int, int] = {}
+        for index, group in enumerate(groups):
+            width = group.num_kv_heads * group.head_dim
+            rows = storage[: storage.numel() // width * width].view(-1, width)
+            for position, layer in enumerate(group.layers):
+                keys = rows[2 * position * page_size :]
+                values = rows[(2 * position + 1) * page_size :]
+                self.layers[layer] = LayerCache(keys, values, group.num_kv_heads, group.head_dim)
+                self.group_of_layer[layer] = index
+
+    def rows(self, group: int, slots: Tensor) -> Tensor:
+        """Rows of `LayerCache` for slots of a group: int64, any shape, to the same shape."""
+        block_rows = len(self.groups[group].layers) * 2 * self.page_size
+        # slot = block × page_size + offset, row = block × block_rows + offset
+        return slots + torch.div(slots, self.page_size, rounding_mode="floor") * (block_rows - self.page_size)

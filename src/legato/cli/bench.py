@@ -1,0 +1,51 @@
+"""`legato bench`: how fast a model runs here."""
+
+import json
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+bench = typer.Typer(name="bench", no_args_is_help=True, help="Measure how fast a model runs here.")
+
+
+class EngineName(StrEnum):
+    """Engines that `bench offline` can run."""
+
+    legato = "legato"
+    transformers = "transformers"
+
+
+@bench.callback()
+def _group() -> None:
+    """Measure how fast a model runs here."""
+
+
+@bench.command()
+def offline(
+    model: Annotated[str, typer.Option(help="Alias, model folder, .gguf file or hub id.")],
+    workload: Annotated[
+        Path,
+        typer.Option(
+            help='JSON: {"name": ..., "requests": [{"prompt_ids": [...], "max_new_tokens": N}, ...]}.',
+            exists=True,
+            dir_okay=False,
+        ),
+    ],
+    engine: Annotated[EngineName, typer.Option(help="What runs the model.")] = EngineName.legato,
+    dtype: Annotated[str, typer.Option(help="Type of weights, cache and arithmetic.")] = "float32",
+    page_size: Annotated[int, typer.Option(help="Tokens a cache page holds.")] = 32,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens in one forward pass.")] = 1024,
+) -> None:
+    """All requests at once, greedy, end-of-sequence ignored; prints one JSON line with new tokens per second.
+
+    The clock runs from the first submission to the last result: loading the model and making the cache are not in it.
+    """
+    from legato.bench.offline import run_offline
+    from legato.cli.terminal import quiet_libraries_when_piped
+
+    quiet_libraries_when_piped()
+    requests = json.loads(workload.read_text())
+    result: dict[str, Any] = run_offline(engine.value, model, requests, dtype, page_size, max_batch_tokens)
+    print(json.dumps(result))

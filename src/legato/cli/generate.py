@@ -1,0 +1,68 @@
+"""`legato generate`: answers to a file of prompts."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def generate(
+    model: Annotated[str, typer.Option(help="Alias, model folder, .gguf file or hub id.")],
+    prompts: Annotated[str, typer.Option(metavar="FILE|-", help="Prompts, one a line; - for standard input.")],
+    output: Annotated[
+        Path | None, typer.Option(help="Where results go; standard output otherwise.", dir_okay=False)
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Keep what OUTPUT has already, and run only what is missing or failed.")
+    ] = False,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="New tokens a prompt, unless its line says.")] = 256,
+    chat: Annotated[bool, typer.Option("--chat", help="Plain text prompts are messages to a chat model.")] = False,
+    temperature: Annotated[
+        float | None, typer.Option(min=0, help="Sample, unless a line says otherwise; greedy without.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Same seed, same samples.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="Type of weights and cache; float32 on CPU, else the model's own.")
+    ] = None,
+    device: Annotated[str, typer.Option(help="Where the model runs: cpu, cuda, mps.")] = "cpu",
+    page_size: Annotated[int, typer.Option(help="Tokens a cache page holds.")] = 256,
+    num_blocks: Annotated[int | None, typer.Option(help="Cache capacity in pages; what fits otherwise.")] = None,
+    max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens in one forward pass.")] = None,
+    scheduler: Annotated[str, typer.Option(help="fifo or prefill_first.")] = "fifo",
+) -> None:
+    """Answer prompts, hundreds at a time, and write one JSON line for each, in input order.
+
+    A line of FILE is plain text, or a JSON object with "prompt" (text), "messages" (a conversation for the model's
+    chat template) or "prompt_ids" (token ids). Beside it may stand "id" (given back), "max_new_tokens", and sampling
+    for this line alone: "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos".
+
+    \b
+    A result line has:
+        index, id             which line (from 0), and the id it gave
+        text                  the answer
+        finish_reason         stop, length or error
+        error                 why this line failed, else null; the others are not touched
+        num_prompt_tokens, num_generated_tokens
+        digest                of what was asked: --resume keeps a result only if its line is still the same
+
+    Ctrl-C writes what is finished and exits with 130; --resume goes on from there. Exit status 1: some lines failed.
+    """
+    from legato.batch_file import read_lines, run_lines
+    from legato.cli.terminal import quiet_libraries_when_piped
+    from legato.config import ContinuousBatchingConfig
+
+    if resume and output is None:
+        raise typer.BadParameter("needs --output: there is nothing to resume on standard output", param_hint="--resume")
+    quiet_libraries_when_piped()
+    config = ContinuousBatchingConfig(
+        page_size=page_size,
+        num_blocks=num_blocks,
+        max_batch_tokens=max_batch_tokens,
+        scheduler_type=scheduler,
+        seed=seed,
+    )
+    load = {"device_map": device, **({} if dtype is None else {"dtype": dtype})}
+    common = {"max_new_tokens": max_new_tokens, **({} if temperature is None else {"temperature": temperature})}
+    lines = read_lines(sys.stdin if prompts == "-" else Path(prompts), chat, common)
+    raise typer.Exit(run_lines(lines, model, load, config, output, resume))

@@ -1,0 +1,11 @@
+"""Manners on a terminal, and off it."""
+
+import sys
+
+
+def quiet_libraries_when_piped() -> None:
+    """No progress bars of transformers where nobody looks at them."""
+    if not sys.stderr.isatty():
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()

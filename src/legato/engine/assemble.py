@@ -1,0 +1,121 @@
+"""Puts an engine together for a model: the one place that knows every part."""
+
+import logging
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+from torch import nn
+
+from legato.attention.interface import BACKENDS
+from legato.attention.probe import find_attention_groups
+from legato.cache.block_manager import BlockManager
+from legato.cache.kv import KVCache
+from legato.cache.sizing import CacheSize, ModelShape, model_shape, resolve_size, usable_bytes
+from legato.config import ContinuousBatchingConfig, WorkloadHints
+from legato.engine.batch import BatchBuilder
+from legato.engine.engine import Engine
+from legato.engine.policy import SCHEDULING_POLICIES
+from legato.engine.runner import ReferenceRunner, attention_configs
+from legato.engine.scheduler import Scheduler, StepLimits
+from legato.errors import UnsupportedModelError
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """An engine and what it was built with.
+
+    Attributes:
+        engine: ready to step.
+        shape: of the model.
+        size: every figure resolved.
+        max_request_tokens: tokens, prompt and answer together, that the cache can hold for one request.
+        description: all of that in a line.
+    """
+
+    engine: Engine
+    shape: ModelShape
+    size: CacheSize
+    max_request_tokens: int
+    description: str
+
+
+def assemble(model: Any, config: ContinuousBatchingConfig, hints: WorkloadHints, samples: bool, lock: Lock) -> Assembly:
+    """Build cache, scheduler and runner for `model`.
+
+    Args:
+        samples: whether requests will mostly be sampled, which takes memory.
+        lock: shared by all engines of this model.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served.
+        NotImplementedError: its attention implementation has no paged twin yet.
+        OutOfCacheMemoryError: the figures asked for do not fit.
+    """
+    inner = unwrap(model)
+    devices = {parameter.device for parameter in inner.parameters()}
+    if len(devices) != 1:
+        raise UnsupportedModelError(f"the model's weights lie on {len(devices)} devices; Legato needs them on one")
+    configs = attention_configs(inner)
+    backend = inner.config.get_text_config()._attn_implementation or "eager"
+    if backend not in BACKENDS:
+        raise NotImplementedError(
+            f"attn_implementation={backend!r} is not implemented yet; load the model with one of {', '.join(BACKENDS)}"
+        )
+    with lock:
+        groups = find_attention_groups(inner, configs)
+    shape = model_shape(inner, groups, longest_sequence(inner))
+    size = resolve_size(config, shape, hints, usable_bytes(config, inner.device, samples))
+    cache = KVCache(groups, size.page_size, size.num_chunks, inner.dtype, inner.device)
+    blocks = BlockManager(groups, size.page_size, size.num_chunks)
+    limits = StepLimits(size.max_batch_tokens, size.max_requests_per_batch, size.safety_margin)
+    scheduler = Scheduler(SCHEDULING_POLICIES[config.scheduler_type], limits, blocks)
+    runner = ReferenceRunner(inner, configs, cache, BACKENDS[backend], config.return_logprobs, lock)
+    engine = Engine(scheduler, blocks, BatchBuilder(size.page_size, len(groups)), runner)
+    description = _describe(inner, backend, config, shape, size)
+    logger.info("%s", description)
+    return Assembly(engine, shape, size, blocks.max_tokens_alone(), description)
+
+
+def unwrap(model: Any) -> Any:
+    """The transformers model (or PEFT's around it) inside torch.compile's and data-parallel wrappers."""
+    while True:
+        if hasattr(model, "_orig_mod"):
+            model = model._orig_mod
+        elif isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        else:
+            return model
+
+
+def longest_sequence(model: Any) -> int:
+    """Tokens a sequence may have before the model's positions run out, or mean something else."""
+    config = model.config.get_text_config()
+    longest = int(getattr(config, "max_position_embeddings", None) or 1 << 20)
+    for rope in _rope_parameters(config):
+        # These change the rotation of all positions once any sequence in the batch grows past the original length.
+        if rope.get("rope_type") in ("dynamic", "longrope"):
+            original = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
+            longest = min(longest, int(original or longest))
+    return longest
+
+
+def _rope_parameters(config: Any) -> list[dict[str, Any]]:
+    rope = getattr(config, "rope_parameters", None) or {}
+    return [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
+
+
+def _describe(model: Any, backend: str, config: ContinuousBatchingConfig, shape: ModelShape, size: CacheSize) -> str:
+    kinds = ", ".join(
+        f"{len(g.layers)} {'full' if g.window is None else f'sliding ({g.window})'}" for g in shape.groups
+    )
+    return (
+        f"{type(model).__name__} in {str(model.dtype).removeprefix('torch.')} on {model.device}: reference path, "
+        f"paged|{backend}, {kinds} attention layers; scheduler {config.scheduler_type}, page_size={size.page_size}, "
+        f"num_blocks={size.num_blocks}, max_batch_tokens={size.max_batch_tokens}, "
+        f"max_requests_per_batch={size.max_requests_per_batch}, safety_margin={size.safety_margin}"
+    )

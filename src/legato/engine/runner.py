@@ -1,0 +1,98 @@
+"""Computes batches on the user's model, through transformers' own modelling code (the reference path)."""
+
+import inspect
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import nn
+
+from legato.attention.interface import IMPLEMENTATION, PagedAttention, TileAttention, attention_implementation
+from legato.attention.tiles import plan_attention
+from legato.cache.kv import KVCache
+from legato.engine.batch import Batch, StepResult
+from legato.engine.sampling import sample
+
+
+class ReferenceRunner:
+    """Runs the model as it is, with paged attention in place of its own.
+
+    Args:
+        model: a causal language model of transformers, perhaps wrapped; left as it was after every pass.
+        configs: the config objects its attention layers look their implementation up in.
+        cache: K and V.
+        attend: the attention backend.
+        with_logprobs: whether results carry log-probabilities.
+        lock: held during a pass, so that two engines on one model take turns.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        configs: Sequence[Any],
+        cache: KVCache,
+        attend: TileAttention,
+        with_logprobs: bool,
+        lock: Lock,
+    ) -> None:
+        self._model = model
+        self._configs = configs
+        self._cache = cache
+        self._attend = attend
+        self._with_logprobs = with_logprobs
+        self._lock = lock
+        self._device = model.device
+        self._keeps_logits = takes_logits_to_keep(model)
+
+    def run(self, batch: Batch) -> StepResult:
+        """One forward pass: writes K and V, returns a token for each row of `batch.logits_indices`."""
+        device = self._device
+        paged = PagedAttention(self._cache, plan_attention(batch, self._cache, device), self._attend)
+        rows = torch.from_numpy(batch.logits_indices).to(device)
+        extra = {"logits_to_keep": rows} if self._keeps_logits else {}
+        # no_grad and not inference_mode: buffers a model caches on the way must stay usable in training.
+        with (
+            self._lock,
+            torch.no_grad(),
+            attention_implementation(self._configs, IMPLEMENTATION),
+            evaluation_mode(self._model),
+        ):
+            logits = self._model(
+                input_ids=torch.from_numpy(batch.input_ids).to(device)[None],
+                position_ids=torch.from_numpy(batch.position_ids).to(device)[None],
+                use_cache=False,
+                paged=paged,
+                **extra,
+            ).logits[0]
+            if not self._keeps_logits:
+                logits = logits[rows]
+            if not len(rows):
+                return StepResult([], [] if self._with_logprobs else None)
+            return sample(logits.float(), batch.sampling, self._with_logprobs)
+
+
+def takes_logits_to_keep(model: Any) -> bool:
+    """Whether the model can compute logits for chosen tokens only."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return "logits_to_keep" in inspect.signature(inner.forward).parameters
+
+
+def attention_configs(model: nn.Module) -> list[Any]:
+    """Every config object of the model's modules that names an attention implementation, once each."""
+    configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
+    return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """No dropout inside; the modules that were training train again after."""
+    training = [module for module in model.modules() if module.training] if model.training else []
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True

@@ -1,0 +1,181 @@
+"""`LLM`: text in, text out."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from types import TracebackType
+from typing import Any
+
+from legato.config import ContinuousBatchingConfig
+from legato.errors import InvalidValueError
+from legato.manager import ContinuousBatchingManager
+from legato.model_api import enable
+from legato.models import load_model, load_tokenizer
+from legato.progress import completed
+from legato.request import GenerationOutput, RequestSpec, SamplingParams
+from legato.text import IncrementalDecoder, Message, decode, encode, encode_chat
+
+DEFAULT_MAX_TOKENS = 256
+
+Prompt = str | Sequence[int]
+
+
+class LLM:
+    """A model with its tokenizer, served by a manager that starts at the first use.
+
+    Args:
+        model: an alias of `legato pull`, a folder, a `.gguf` file, a hub id, or a model that is loaded already.
+        tokenizer: a tokenizer or a name; None: the model's own, which needs `model` to be a name.
+        continuous_batching_config: memory and scheduling.
+        **load: given to transformers' `from_pretrained`. Without `dtype`, weights are float32 on a CPU, whatever the
+            checkpoint has, and the checkpoint's own type on a GPU (`device_map="cuda"`).
+
+    Raises:
+        ValueError: a setting that cannot work.
+        UnsupportedModelError: a model that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any = None,
+        continuous_batching_config: ContinuousBatchingConfig | None = None,
+        **load: Any,
+    ) -> None:
+        if tokenizer is None and not isinstance(model, str):
+            raise InvalidValueError("tokenizer=None is not allowed with a loaded model: give its tokenizer")
+        if isinstance(model, str) or tokenizer is None:
+            tokenizer = model if tokenizer is None else tokenizer
+            model = load_model(model, **default_dtype(load))
+        elif load:
+            raise InvalidValueError(f"{sorted(load)[0]} is not allowed with a model that is loaded already")
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.model = enable(model)
+        self._config = continuous_batching_config
+        self._manager: ContinuousBatchingManager | None = None
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[GenerationOutput]:
+        """Answer prompts.
+
+        Args:
+            prompts: texts or token ids, or a single one of either.
+            sampling_params: one for all or one for each; None: as the model's generation config says.
+            use_tqdm: show a progress bar where stderr is a terminal.
+
+        Returns:
+            Final outputs in input order, with `text`. A prompt that can never be served has status FAILED.
+
+        Raises:
+            EngineError: the engine failed; `__cause__` is why.
+        """
+        return self._run([self._encode(prompt) for prompt in _as_list(prompts)], sampling_params, use_tqdm)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[GenerationOutput]:
+        """Answer a conversation, or several at once, through the model's chat template. Else as `generate`.
+
+        Raises:
+            InvalidValueError: there is no chat template, or it refuses the messages.
+        """
+        conversations: Any = [messages] if messages and isinstance(messages[0], dict) else messages
+        return self._run([encode_chat(self.tokenizer, c) for c in conversations], sampling_params, use_tqdm)
+
+    def stream(
+        self, prompt: Prompt | Sequence[Message], sampling_params: SamplingParams | None = None
+    ) -> Iterator[str]:
+        """Answer one prompt, or one conversation, piece by piece.
+
+        Closing the iterator early cancels the request. Pieces never end inside a character.
+
+        Raises:
+            InvalidValueError: the prompt can never be served.
+            EngineError: the engine failed; `__cause__` is why.
+        """
+        is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
+        input_ids = encode_chat(self.tokenizer, prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
+        return self._stream(self._spec(input_ids, sampling_params, streaming=True))
+
+    def close(self) -> None:
+        """Stop at once and free the cache. The next call starts anew."""
+        if self._manager is not None:
+            self._manager.stop(hard_stop=True)
+            self._manager.destroy()
+            self._manager = None
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def manager(self) -> ContinuousBatchingManager:
+        """The running manager behind this object."""
+        if self._manager is None:
+            self._manager = self.model.init_continuous_batching(continuous_batching_config=self._config)
+            self._manager.start()
+        return self._manager
+
+    def _run(
+        self,
+        inputs: Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        show_progress: bool,
+    ) -> list[GenerationOutput]:
+        each = list(params) if isinstance(params, Sequence) else [params] * len(inputs)
+        if len(each) != len(inputs):
+            raise InvalidValueError(f"sampling_params has {len(each)} entries for {len(inputs)} prompts")
+        specs = [self._spec(ids, p) for ids, p in zip(inputs, each, strict=True)]
+        outputs = dict(completed(self.manager, specs, show_progress))
+        for output in outputs.values():
+            output.text = decode(self.tokenizer, output.generated_tokens)
+        return [outputs[index] for index in range(len(specs))]
+
+    def _stream(self, spec: RequestSpec) -> Iterator[str]:
+        decoder, seen = IncrementalDecoder(self.tokenizer), 0
+        with closing(self.manager.as_completed([spec])) as outputs:
+            for _, output in outputs:
+                if output.error is not None:
+                    raise InvalidValueError(output.error)
+                piece = decoder.push(output.generated_tokens[seen:])
+                seen = len(output.generated_tokens)
+                if piece:
+                    yield piece
+        if rest := decoder.finish():
+            yield rest
+
+    def _spec(self, input_ids: Sequence[int], params: SamplingParams | None, streaming: bool = False) -> RequestSpec:
+        sampling = {} if params is None else asdict(params)
+        max_tokens = sampling.pop("max_tokens", None) or self._default_max_tokens
+        return RequestSpec(input_ids, max_tokens, streaming=streaming, sampling=sampling)
+
+    @property
+    def _default_max_tokens(self) -> int:
+        return getattr(self.model.generation_config, "max_new_tokens", None) or DEFAULT_MAX_TOKENS
+
+    def _encode(self, prompt: Any) -> list[int]:
+        return encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt
+
+
+def default_dtype(load: dict[str, Any]) -> dict[str, Any]:
+    """`from_pretrained` arguments with the data type settled: few CPUs are quicker in bfloat16 than in float32."""
+    if "dtype" in load or "torch_dtype" in load:
+        return load
+    return {"dtype": "float32" if load.get("device_map") in (None, "cpu") else "auto", **load}
+
+
+def _as_list(prompts: Any) -> list[Any]:
+    if isinstance(prompts, str) or (len(prompts) > 0 and isinstance(prompts[0], int)):
+        return [prompts]
+    return list(prompts)

@@ -1,0 +1,197 @@
+"""Legato's methods on a transformers model."""
+
+import copy
+import logging
+import threading
+import types
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig
+
+from legato.config import ContinuousBatchingConfig, WorkloadHints
+from legato.errors import InvalidValueError
+from legato.generation import GenerationDefaults
+from legato.manager import ContinuousBatchingManager
+from legato.models import load_model
+from legato.progress import completed
+from legato.request import GenerationOutput, RequestSpec
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class ModelState:
+    """What Legato keeps on a model. A copy of the model, or a pickle, starts without.
+
+    Attributes:
+        lock: held during forward passes, so that several managers of one model take turns.
+        manager: the persistent manager, if any.
+    """
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    manager: ContinuousBatchingManager | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ModelState":
+        return ModelState()
+
+    def __reduce__(self) -> tuple[type["ModelState"], tuple[()]]:
+        return ModelState, ()
+
+
+class AutoModelForCausalLM:
+    """transformers' class of that name, with Legato's methods on the models it returns."""
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
+        """Load a model as transformers does; an alias of `legato pull` or a `.gguf` file will also do."""
+        return enable(load_model(pretrained_model_name_or_path, *args, **kwargs))
+
+
+def enable(model: Any) -> Any:
+    """Put Legato's methods on a model that is already loaded, wrapped by PEFT or a trainer or not, and return it."""
+    if not hasattr(model, "_legato"):
+        model._legato = ModelState()
+    for method in (generate_batch, init_continuous_batching, continuous_batching_context_manager):
+        setattr(model, method.__name__, types.MethodType(method, model))
+    return model
+
+
+def init_continuous_batching(
+    self: Any,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    workload_hints: WorkloadHints | None = None,
+) -> ContinuousBatchingManager:
+    """A manager for this model, not started. See `ContinuousBatchingManager` for arguments and errors."""
+    generation_config, continuous_batching_config = _split_configs(generation_config, continuous_batching_config)
+    return ContinuousBatchingManager(
+        self, generation_config, continuous_batching_config, workload_hints, lock=self._legato.lock
+    )
+
+
+@contextmanager
+def continuous_batching_context_manager(
+    self: Any,
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    block: bool = True,
+    timeout: float | None = None,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    workload_hints: WorkloadHints | None = None,
+) -> Iterator[ContinuousBatchingManager]:
+    """A running manager, stopped and destroyed on leaving.
+
+    Args:
+        block, timeout: as of `ContinuousBatchingManager.stop`.
+        persistent_manager: keep the manager on the model after stopping it, for the next use with equal settings.
+        warmup: nothing needs warming on the reference path; accepted for the paths that do.
+    """
+    generation_config, continuous_batching_config = _split_configs(generation_config, continuous_batching_config)
+    manager = _take_persistent(self, generation_config, continuous_batching_config)
+    if manager is None:
+        manager = init_continuous_batching(self, generation_config, continuous_batching_config, workload_hints)
+    if persistent_manager:
+        self._legato.manager = manager
+    with manager.session(block, timeout, destroy=not persistent_manager):
+        yield manager
+
+
+def generate_batch(
+    self: Any,
+    inputs: Sequence[Sequence[int]],
+    generation_config: GenerationConfig | None = None,
+    continuous_batching_config: ContinuousBatchingConfig | None = None,
+    record_timestamps: bool = False,
+    progress_bar: bool = True,
+    persistent_manager: bool = False,
+    warmup: bool = True,
+    **kwargs: Any,
+) -> dict[str, GenerationOutput]:
+    """Generate for a list of prompts, and return when all are done.
+
+    Args:
+        inputs: token ids of each prompt.
+        generation_config: as of `model.generate`; `kwargs` override single settings.
+        continuous_batching_config: memory and scheduling.
+        record_timestamps: note when each token was generated.
+        progress_bar: show one where stderr is a terminal.
+        persistent_manager, warmup: as of `continuous_batching_context_manager`.
+
+    Returns:
+        Each prompt's final output by request id, in input order. A prompt that can never be served (empty, or longer
+        than cache or model allow) has status FAILED and says why in `error`; the others are not touched.
+
+    Raises:
+        EngineError: the engine failed; `__cause__` is why.
+        ValueError: a setting that cannot work.
+    """
+    inputs = list(inputs)
+    if not inputs:
+        return {}
+    generation_config, continuous_batching_config = _split_configs(generation_config, continuous_batching_config)
+    generation_config = _with_overrides(generation_config, kwargs)
+    hints = None if persistent_manager else _hints(self, inputs, generation_config)
+    specs = [RequestSpec(ids, record_timestamps=record_timestamps) for ids in inputs]
+    with continuous_batching_context_manager(
+        self,
+        generation_config,
+        continuous_batching_config,
+        persistent_manager=persistent_manager,
+        warmup=warmup,
+        workload_hints=hints,
+    ) as manager:
+        outputs = dict(completed(manager, specs, progress_bar))
+    return {outputs[index].request_id: outputs[index] for index in range(len(specs))}
+
+
+def _split_configs(
+    generation_config: GenerationConfig | None, config: ContinuousBatchingConfig | None
+) -> tuple[GenerationConfig | None, ContinuousBatchingConfig | None]:
+    """Take a continuous batching config out of a generation config, where it used to be passed."""
+    inside = getattr(generation_config, "continuous_batching_config", None)
+    if generation_config is None or inside is None:
+        return generation_config, config
+    warnings.warn(
+        "continuous_batching_config inside generation_config is deprecated: pass it as its own argument",
+        FutureWarning,
+        stacklevel=3,
+    )
+    generation_config = copy.copy(generation_config)
+    generation_config.continuous_batching_config = None
+    return generation_config, inside if config is None else config
+
+
+def _with_overrides(config: GenerationConfig | None, overrides: dict[str, Any]) -> GenerationConfig | None:
+    if not overrides:
+        return config
+    merged = copy.deepcopy(config) if config is not None else GenerationConfig()
+    unknown = merged.update(**overrides)
+    if unknown:
+        raise InvalidValueError(f"unknown generation parameter {sorted(unknown)[0]!r}")
+    return merged
+
+
+def _hints(model: Any, inputs: Sequence[Sequence[int]], config: GenerationConfig | None) -> WorkloadHints:
+    longest = max(1, *(len(ids) for ids in inputs))
+    new_tokens = GenerationDefaults.of(model, config, drop_unsupported=True).new_tokens(longest)
+    return WorkloadHints(longest, max(1, new_tokens), len(inputs))
+
+
+def _take_persistent(
+    model: Any, generation_config: GenerationConfig | None, config: ContinuousBatchingConfig | None
+) -> ContinuousBatchingManager | None:
+    """The model's idle persistent manager if its settings are those asked for; one with other settings is destroyed."""
+    manager = model._legato.manager
+    if manager is None or manager.is_running():
+        return None
+    if manager.config != ContinuousBatchingConfig.convert(config):
+        manager.destroy()
+        model._legato.manager = None
+        return None
+    manager.use_generation_config(generation_config)
+    return manager

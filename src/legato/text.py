@@ -1,0 +1,72 @@
+"""Between text and token ids, with the tokenizer the model came with."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from legato.errors import InvalidValueError
+
+Message = dict[str, Any]  # {"role": ..., "content": ...}
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a prompt, with whatever the tokenizer puts in front of every text."""
+    return list(tokenizer(text)["input_ids"])
+
+
+def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation by the model's chat template, up to where the answer begins.
+
+    Raises:
+        InvalidValueError: the model has no chat template, or the template refuses the messages.
+    """
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise InvalidValueError("this model's tokenizer has no chat template: give plain prompts instead of messages")
+    if not messages or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
+        raise InvalidValueError(f"messages={messages!r} is not allowed: it must be dicts with role and content")
+    try:
+        encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+    except (TypeError, ValueError, KeyError) as error:
+        raise InvalidValueError(f"the chat template refuses the messages: {error}") from error
+    except Exception as error:
+        if type(error).__module__.partition(".")[0] != "jinja2":
+            raise
+        raise InvalidValueError(f"the chat template refuses the messages: {error}") from error
+    return list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
+
+
+def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
+    """Text of token ids, special tokens left out."""
+    return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+class IncrementalDecoder:
+    """Text piece by piece as tokens come; the pieces together are what `decode` gives for all of them.
+
+    A piece is held back while it ends inside a character. Only the tokens since the last piece are decoded, together
+    with those of the piece before, which tell the tokenizer whether a space is due.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._token_ids: list[int] = []
+        self._context = 0  # tokens from here on are decoded
+        self._given = 0  # tokens before this are in the pieces already
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that the new tokens complete, perhaps none."""
+        self._token_ids += token_ids
+        piece = self._pending()
+        if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        self._context, self._given = self._given, len(self._token_ids)
+        return piece
+
+    def finish(self) -> str:
+        """The text held back until now; no tokens come any more."""
+        piece = self._pending()
+        self._context = self._given = len(self._token_ids)
+        return piece
+
+    def _pending(self) -> str:
+        given = decode(self._tokenizer, self._token_ids[self._context : self._given])
+        return decode(self._tokenizer, self._token_ids[self._context :])[len(given) :]

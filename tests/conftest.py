@@ -1,0 +1,38 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from legato.models import load_model, load_tokenizer
+
+DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session")
+def questions() -> list[str]:
+    """64 questions of GSM8K."""
+    return [json.loads(line)["question"] for line in (DATA / "gsm8k_64.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture(scope="session")
+def smollm2() -> Any:
+    """SmolLM2-135M-Instruct in float32; `legato pull smollm2` fetches it."""
+    return load_model("smollm2", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def smollm2_tokenizer() -> Any:
+    return load_tokenizer("smollm2")
+
+
+@pytest.fixture(scope="session")
+def gemma3() -> Any:
+    """Gemma-3-270M in float32: 15 sliding layers (window 512), 3 full ones; `legato pull gemma3` fetches it."""
+    return load_model("gemma3", dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def gemma3_tokenizer() -> Any:
+    return load_tokenizer("gemma3")
