@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from legato.manager import ContinuousBatchingManager as ContinuousBatchingManager
     from legato.model_api import AutoModelForCausalLM as AutoModelForCausalLM
     from legato.model_api import enable as enable
+    from legato.models import AutoConfig as AutoConfig
     from legato.models import AutoTokenizer as AutoTokenizer
     from legato.request import GenerationOutput as GenerationOutput
     from legato.request import RequestStatus as RequestStatus
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 # Found when first used: `legato --help` should not wait for torch.
 _HOME = {
+    "AutoConfig": "legato.models",
     "AutoModelForCausalLM": "legato.model_api",
     "AutoTokenizer": "legato.models",
     "ContinuousBatchingConfig": "legato.config",

@@ -19,7 +19,7 @@ def attend_eager(
     scores = torch.matmul(query, key.transpose(2, 3)) * scaling
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    scores = scores + mask
     if sinks is not None:
         sink_scores = sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sink_scores], dim=-1)

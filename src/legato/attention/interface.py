@@ -27,7 +27,7 @@ class TileAttention(Protocol):
     Args:
         query: [tile, heads, queries, head_dim].
         key, value: [tile, kv_heads, keys, head_dim]; heads is a multiple of kv_heads.
-        mask: bool [tile, 1, queries, keys].
+        mask: [tile, 1, queries, keys], added to the scores: 0 or -inf.
         scaling: factor on the scores.
         softcap: scores become softcap × tanh(scores / softcap), unless None.
         sinks: [heads], a score without a value in each head's softmax, or None.
@@ -92,22 +92,17 @@ class PagedAttention:
     def __call__(self, call: AttentionCall) -> Tensor:
         """Write the layer's new K and V, then attend. Returns [1, tokens, heads, head_dim]."""
         stored, plan = self.cache.layers[call.layer], self.plans[self.cache.group_of_layer[call.layer]]
-        stored.write(plan.write_rows, _by_token(call.key), _by_token(call.value))
-        queries = call.query[0].transpose(0, 1)
-        out = torch.empty_like(queries, memory_format=torch.contiguous_format)
+        stored.write(plan.write_rows, call.key, call.value)
+        queries = call.query[0].transpose(0, 1).index_select(0, plan.query_order)
+        out, start = torch.empty_like(queries), 0
         for tile in plan.tiles:
-            rows = queries.index_select(0, tile.query_rows).unflatten(0, tile.shape[:2])
-            keys, values = stored.read(tile.key_rows)
-            attended = self.attend(
-                rows.transpose(1, 2), keys, values, tile.mask, call.scaling, call.softcap, call.sinks
-            )
-            out.index_copy_(0, tile.query_rows, attended.flatten(0, 1))
-        return out[None]
-
-
-def _by_token(states: Tensor) -> Tensor:
-    """[1, kv_heads, tokens, head_dim] to [tokens, kv_heads × head_dim]."""
-    return states[0].transpose(0, 1).flatten(1)
+            end = start + tile.size * tile.num_queries
+            query = queries[start:end].unflatten(0, (tile.size, tile.num_queries)).transpose(1, 2)
+            key, value = stored.read(tile.rows)
+            attended = self.attend(query, key, value, tile.mask, call.scaling, call.softcap, call.sinks)
+            out[start:end] = attended.flatten(0, 1)
+            start = end
+        return out.index_select(0, plan.token_order)[None]
 
 
 def paged_attention(

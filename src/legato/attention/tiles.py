@@ -12,28 +12,29 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from legato.cache.allocator import PADDING_BLOCK
 from legato.cache.kv import KVCache
 from legato.engine.batch import Batch, IntArray
 
 QUERY_TILE = 128
 KEYS_PER_CALL = 16384  # bounds what a call gathers; a decode tile longer than that goes alone
-_SMALLEST_KEY_STEP = 16
+_SMALLEST_KEY_STEP = 32
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """Attention of `tile` × `queries` queries to `keys` keys each.
+    """Attention of `size` × `num_queries` queries to `num_keys` keys each.
 
     Attributes:
-        query_rows: int64 [tile × queries]; tokens of the batch.
-        shape: (tile, queries, keys).
-        key_rows: int64 [tile, keys]; rows of the group's `LayerCache`s.
-        mask: bool [tile, 1, queries, keys]; True where a query sees a key.
+        size, num_queries: the tile's queries are the next size × num_queries of the plan's `query_order`.
+        rows: int64 [2, size, num_keys]; where K and where V lie, in rows of the group's `LayerCache`s.
+        mask: [size, 1, num_queries, num_keys] in the model's dtype; added to the scores: 0 where a query sees a key,
+            else -inf.
     """
 
-    query_rows: Tensor
-    shape: tuple[int, int, int]
-    key_rows: Tensor
+    size: int
+    num_queries: int
+    rows: Tensor
     mask: Tensor
 
 
@@ -42,31 +43,40 @@ class GroupPlan:
     """All that the layers of one attention group need in a forward pass.
 
     Attributes:
-        write_rows: int64 [tokens]; where each token's K and V go.
-        tiles: together they hold each token of the batch once.
+        write_rows: int64 [2 × tokens]; where each token's K goes, then where each one's V goes.
+        query_order: int64 [tokens]; the batch's tokens in the order in which the tiles take them.
+        token_order: int64 [tokens]; the inverse.
+        tiles: together they take every token once.
     """
 
     write_rows: Tensor
+    query_order: Tensor
+    token_order: Tensor
     tiles: list[Tile]
 
 
-def plan_attention(batch: Batch, cache: KVCache, device: torch.device) -> list[GroupPlan]:
-    """A plan for each attention group of the cache."""
-    return [_plan_group(batch, cache, group, device) for group in range(len(cache.groups))]
+def plan_attention(batch: Batch, cache: KVCache) -> list[GroupPlan]:
+    """A plan for each attention group of the cache, on the cache's device."""
+    return [_plan_group(batch, cache, group) for group in range(len(cache.groups))]
 
 
-def _plan_group(batch: Batch, cache: KVCache, group: int, device: torch.device) -> GroupPlan:
+def _plan_group(batch: Batch, cache: KVCache, group: int) -> GroupPlan:
+    window, device = cache.groups[group].window, cache.device
+    shapes = list(_shapes(batch, window))
+    query_order = np.concatenate([_query_rows(first, count).reshape(-1) for _, first, count, _ in shapes])
+    token_order = np.empty_like(query_order)
+    token_order[query_order] = np.arange(len(query_order))
     slots = torch.from_numpy(batch.slot_mappings[group]).to(device)
-    window = cache.groups[group].window
-    tiles = [
-        _make_tile(batch, cache, group, device, requests, first_rows, num_queries, num_keys)
-        for requests, first_rows, num_queries, num_keys in _shapes(batch, window)
-    ]
-    return GroupPlan(cache.rows(group, slots), tiles)
+    return GroupPlan(
+        write_rows=cache.rows(group, slots).flatten(),
+        query_order=torch.from_numpy(query_order).to(device),
+        token_order=torch.from_numpy(token_order).to(device),
+        tiles=[_make_tile(batch, cache, group, *shape) for shape in shapes],
+    )
 
 
 def _shapes(batch: Batch, window: int | None) -> Iterator[tuple[IntArray, IntArray, int, int]]:
-    """(requests [tile], first query rows [tile], queries, keys) of every tile."""
+    """(requests [size], first query rows [size], queries, keys) of every tile."""
     counts = np.diff(batch.cu_seqlens_q)
     (decodes,) = np.nonzero(counts == 1)
     if len(decodes):
@@ -89,8 +99,12 @@ def _shapes(batch: Batch, window: int | None) -> Iterator[tuple[IntArray, IntArr
             yield np.array([request]), np.array([row]), num_queries, last + 1 - first_key
 
 
+def _query_rows(first_rows: IntArray, num_queries: int) -> IntArray:
+    return first_rows[:, None] + np.arange(num_queries)
+
+
 def _round_up(lengths: IntArray) -> IntArray:
-    """Up to a multiple of an eighth of the power of two below, or of 16 if that is more."""
+    """Up to a multiple of an eighth of the power of two below, or of 32 if that is more."""
     step = np.maximum(_SMALLEST_KEY_STEP, 1 << np.maximum(np.log2(lengths).astype(np.int64) - 3, 0))
     return -(-lengths // step) * step
 
@@ -99,28 +113,24 @@ def _make_tile(
     batch: Batch,
     cache: KVCache,
     group: int,
-    device: torch.device,
     requests: IntArray,
     first_rows: IntArray,
     num_queries: int,
     num_keys: int,
 ) -> Tile:
     window, page_size = cache.groups[group].window, cache.page_size
-    query_rows = first_rows[:, None] + np.arange(num_queries)
-    query_positions = batch.position_ids[query_rows]
+    query_positions = batch.position_ids[_query_rows(first_rows, num_queries)]
     # Keys count from the first one that the first query sees; rounded-up tiles run past the last query's own.
     first_key = np.zeros_like(first_rows) if window is None else np.maximum(query_positions[:, 0] - window + 1, 0)
     key_positions = first_key[:, None] + np.arange(num_keys)
     seen = key_positions <= query_positions[:, -1:]
     pages, offsets = np.divmod(np.where(seen, key_positions, 0), page_size)
     slots = batch.block_tables[group][requests[:, None], pages] * page_size + offsets
-    slots[~seen] = 0  # the padding block
-    mask = key_positions[:, None, :] <= query_positions[:, :, None]
+    slots[~seen] = PADDING_BLOCK * page_size
+    visible = key_positions[:, None, :] <= query_positions[:, :, None]
     if window is not None:
-        mask &= key_positions[:, None, :] > query_positions[:, :, None] - window
-    return Tile(
-        query_rows=torch.from_numpy(query_rows.reshape(-1)).to(device),
-        shape=(len(requests), num_queries, num_keys),
-        key_rows=cache.rows(group, torch.from_numpy(slots).to(device)),
-        mask=torch.from_numpy(mask[:, None]).to(device),
-    )
+        visible &= key_positions[:, None, :] > query_positions[:, :, None] - window
+    mask = torch.zeros((len(requests), 1, num_queries, num_keys), dtype=cache.dtype, device=cache.device)
+    mask.masked_fill_(torch.from_numpy(~visible[:, None]).to(cache.device), -torch.inf)
+    rows = cache.rows(group, torch.from_numpy(slots).to(cache.device))
+    return Tile(len(requests), num_queries, rows, mask)

@@ -11,30 +11,21 @@ from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup, ChunkLayout
 
 @dataclass(frozen=True, slots=True)
 class LayerCache:
-    """One layer's K and V.
+    """One layer's K and V: `storage` is [rows, kv_heads × head_dim]; `KVCache.rows` tells which row is what."""
 
-    Both are [rows, kv_heads × head_dim], and the position in slot `block × page_size + offset` lies in row
-    `KVCache.rows(slot)`, the same for both.
-    """
-
-    keys: Tensor
-    values: Tensor
+    storage: Tensor
     num_kv_heads: int
     head_dim: int
 
     def write(self, rows: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store `key` and `value`, [tokens, kv_heads × head_dim], in `rows`, int64 [tokens]."""
-        self.keys.index_copy_(0, rows, key)
-        self.values.index_copy_(0, rows, value)
+        """Store `key` and `value`, [1, kv_heads, tokens, head_dim], in `rows`, int64 [2 × tokens]."""
+        self.storage.index_copy_(0, rows, torch.cat([key[0], value[0]], dim=1).transpose(0, 1).flatten(1))
 
     def read(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """K and V in `rows`, int64 [batch, length], each as [batch, kv_heads, length, head_dim]."""
-        shape = (*rows.shape, self.num_kv_heads, self.head_dim)
-        flat = rows.reshape(-1)
-        return (
-            self.keys.index_select(0, flat).view(shape).transpose(1, 2),
-            self.values.index_select(0, flat).view(shape).transpose(1, 2),
-        )
+        """K and V in `rows`, int64 [2, batch, length], each as [batch, kv_heads, length, head_dim]."""
+        read = self.storage.index_select(0, rows.view(-1)).view(*rows.shape, self.num_kv_heads, self.head_dim)
+        key, value = read.transpose(2, 3).unbind(0)
+        return key, value
 
 
 class KVCache:
@@ -64,6 +55,7 @@ class KVCache:
         # Not zeroed: the operating system hands out memory only as it is touched. Padding reads must find numbers.
         storage = torch.empty(num_chunks * chunk_size, dtype=dtype, device=device)
         storage[: RESERVED_CHUNKS * chunk_size].zero_()
+        self.dtype, self.device = dtype, device
         self.page_size = page_size
         self.groups = tuple(groups)
         self.layers: dict[int, LayerCache] = {}
@@ -72,13 +64,13 @@ class KVCache:
             width = group.num_kv_heads * group.head_dim
             rows = storage[: storage.numel() // width * width].view(-1, width)
             for position, layer in enumerate(group.layers):
-                keys = rows[2 * position * page_size :]
-                values = rows[(2 * position + 1) * page_size :]
-                self.layers[layer] = LayerCache(keys, values, group.num_kv_heads, group.head_dim)
+                own = rows[2 * position * page_size :]
+                self.layers[layer] = LayerCache(own, group.num_kv_heads, group.head_dim)
                 self.group_of_layer[layer] = index
 
     def rows(self, group: int, slots: Tensor) -> Tensor:
-        """Rows of `LayerCache` for slots of a group: int64, any shape, to the same shape."""
+        """Rows of a group's `LayerCache`s that hold K, and those that hold V: int64 [...] to int64 [2, ...]."""
         block_rows = len(self.groups[group].layers) * 2 * self.page_size
-        # slot = block × page_size + offset, row = block × block_rows + offset
-        return slots + torch.div(slots, self.page_size, rounding_mode="floor") * (block_rows - self.page_size)
+        # slot = block × page_size + offset, row = block × block_rows + offset; V's page follows K's
+        keys = slots + torch.div(slots, self.page_size, rounding_mode="floor") * (block_rows - self.page_size)
+        return torch.stack([keys, keys + self.page_size])

@@ -46,8 +46,9 @@ class ModelShape:
         head_dim = max(group.head_dim for group in self.groups)
         hidden = batch_tokens * self.element_size * (6 * self.hidden_size + 3 * self.intermediate_size)
         attention = batch_tokens * self.element_size * 6 * self.num_heads * head_dim
-        # A token's mask has a byte for each key it may see. Prompts are as long as the batch, or longer and alone.
-        masks = batch_tokens * min(self.max_length, max(batch_tokens, MIN_BATCH_TOKENS)) * len(self.groups)
+        # A token's mask has an element for each key it may see. Prompts are as long as the batch, or longer and alone.
+        longest = min(self.max_length, max(batch_tokens, MIN_BATCH_TOKENS))
+        masks = batch_tokens * longest * len(self.groups) * (self.element_size + 1)
         logits = requests * self.vocab_size * (self.element_size + 3 * 4)
         return hidden + attention + masks + logits
 

@@ -49,3 +49,16 @@ def offline(
     requests = json.loads(workload.read_text())
     result: dict[str, Any] = run_offline(engine.value, model, requests, dtype, page_size, max_batch_tokens)
     print(json.dumps(result))
+
+
+@bench.command()
+def overhead(
+    requests: Annotated[list[int] | None, typer.Option(help="Running requests; may be given several times.")] = None,
+    page_size: Annotated[int, typer.Option(help="Tokens a cache page holds.")] = 16,
+) -> None:
+    """What a decode step costs besides the model: schedule, allocate, build and commit. One JSON line a figure."""
+    from legato.bench.overhead import GROUPS, measure_overhead
+
+    for model in GROUPS:
+        for num_requests in requests or [64, 256, 1024, 4096]:
+            print(json.dumps(measure_overhead(num_requests, model, page_size)), flush=True)

@@ -59,12 +59,12 @@ def assemble(model: Any, config: ContinuousBatchingConfig, hints: WorkloadHints,
     if len(devices) != 1:
         raise UnsupportedModelError(f"the model's weights lie on {len(devices)} devices; Legato needs them on one")
     configs = attention_configs(inner)
-    backend = inner.config.get_text_config()._attn_implementation or "eager"
-    if backend not in BACKENDS:
-        raise NotImplementedError(
-            f"attn_implementation={backend!r} is not implemented yet; load the model with one of {', '.join(BACKENDS)}"
-        )
-    with lock:
+    with lock:  # another engine of this model may be in the middle of a step
+        backend = inner.config.get_text_config()._attn_implementation or "eager"
+        if backend not in BACKENDS:
+            raise NotImplementedError(
+                f"attn_implementation={backend!r} is not implemented yet; load the model with {' or '.join(BACKENDS)}"
+            )
         groups = find_attention_groups(inner, configs)
     shape = model_shape(inner, groups, longest_sequence(inner))
     size = resolve_size(config, shape, hints, usable_bytes(config, inner.device, samples))

@@ -110,7 +110,9 @@ class Engine:
         """
         self._intake_submitted()
         unfinished = [*self._scheduler.running.values(), *self._scheduler.waiting.values()]
-        return [self._end(request, reason, error) for request in unfinished]
+        outputs = [self._end(request, reason, error) for request in unfinished]
+        self._record(StepPlan())
+        return outputs
 
     def _intake(self) -> list[GenerationOutput]:
         self._intake_submitted()

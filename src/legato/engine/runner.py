@@ -49,7 +49,7 @@ class ReferenceRunner:
     def run(self, batch: Batch) -> StepResult:
         """One forward pass: writes K and V, returns a token for each row of `batch.logits_indices`."""
         device = self._device
-        paged = PagedAttention(self._cache, plan_attention(batch, self._cache, device), self._attend)
+        paged = PagedAttention(self._cache, plan_attention(batch, self._cache), self._attend)
         rows = torch.from_numpy(batch.logits_indices).to(device)
         extra = {"logits_to_keep": rows} if self._keeps_logits else {}
         # no_grad and not inference_mode: buffers a model caches on the way must stay usable in training.

@@ -8,6 +8,7 @@
 
 from legato.models.catalog import CATALOG, CatalogEntry, CatalogModel, cache_dir, list_models
 from legato.models.loading import (
+    AutoConfig,
     AutoTokenizer,
     ModelNotFoundError,
     ModelSource,
@@ -20,6 +21,7 @@ from legato.models.pulling import PullError, catalog_model, pull, pull_model
 
 __all__ = [
     "CATALOG",
+    "AutoConfig",
     "AutoTokenizer",
     "CatalogEntry",
     "CatalogModel",

@@ -107,6 +107,21 @@ class AutoTokenizer:
         return load_tokenizer(pretrained_model_name_or_path, *inputs, **kwargs)
 
 
+class AutoConfig:
+    """transformers' `AutoConfig`, for every form of name that `resolve` knows."""
+
+    @staticmethod
+    def from_pretrained(pretrained_model_name_or_path: ModelName, *inputs: Any, **kwargs: Any) -> Any:
+        """The config of the model called so; the rest goes to transformers. Raises as `load_model` does."""
+        source = resolve(pretrained_model_name_or_path)
+        from transformers import AutoConfig as TransformersAutoConfig
+
+        if source.gguf_file is not None:
+            kwargs = {"gguf_file": source.gguf_file} | kwargs
+        with _hub_errors_explained(source):
+            return TransformersAutoConfig.from_pretrained(source.location, *inputs, **kwargs)
+
+
 def _resolve_alias(name: str) -> ModelSource:
     folder = CATALOG[name].folder
     if not folder.is_dir():
