@@ -25,6 +25,7 @@ from legato import (
     WorkloadHints,
     enable,
 )
+from legato.request import RequestSpec
 from tests.parity.reference import reference
 from tests.tiny import tiny_llama
 
@@ -61,9 +62,9 @@ def engine_threads() -> list[threading.Thread]:
 
 def assert_nothing_leaked(manager: ContinuousBatchingManager) -> None:
     assert manager.stats.num_running == manager.stats.num_waiting == 0
-    assert manager._engine._blocks.pool.num_free == manager._engine._blocks.pool.num_usable
-    assert not manager._engine._blocks.tables
-    assert not manager._engine._builder._rows
+    assert manager._thread._engine._blocks.pool.num_free == manager._thread._engine._blocks.pool.num_usable
+    assert not manager._thread._engine._blocks.tables
+    assert not manager._thread._engine._builder._rows
 
 
 def in_thread(function: Callable[[], Any]) -> "Call":
@@ -424,6 +425,36 @@ def test_handlers_get_every_output_of_their_request(manager: ContinuousBatchingM
     assert manager.is_running()
 
 
+def test_a_handler_may_not_wait_for_its_own_thread(manager: ContinuousBatchingManager) -> None:
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def handler(_: GenerationOutput) -> None:
+        for call in (manager.destroy, lambda: manager.pause().__enter__()):
+            try:
+                call()
+            except ManagerStateError as error:
+                errors.append(error)
+        manager.stop()  # does not wait here
+        done.set()
+
+    manager.start()
+    manager.add_request([5], "h")
+    manager.register_result_handler("h", handler)
+    assert done.wait(10)
+    assert len(errors) == 2
+
+
+def test_as_completed_needs_a_running_manager(manager: ContinuousBatchingManager) -> None:
+    with pytest.raises(ManagerStateError, match="start"):
+        next(manager.as_completed([RequestSpec([5])]))
+    manager.start()
+    specs = [RequestSpec([5 + i], max_new_tokens=9 - i, sampling={"top_p": 2 if i == 3 else 1}) for i in range(6)]
+    outputs = dict(manager.as_completed(specs))
+    assert [len(outputs[i].generated_tokens) for i in range(6)] == [9, 8, 7, 0, 5, 4]
+    assert "top_p" in outputs[3].error
+
+
 def test_a_handler_registered_late_gets_what_is_stored(manager: ContinuousBatchingManager) -> None:
     manager.start()
     manager.add_request([5], "h")
@@ -559,7 +590,9 @@ def test_a_failed_engine_wakes_everyone_with_the_cause(model: Any, manager: Cont
         in_thread(lambda: asyncio.run(async_for())),
         in_thread(lambda: model.generate_batch([[5]] * 3, max_new_tokens=LONG, continuous_batching_config=CONFIG)),
     ]
-    time.sleep(0.1)
+    while len(engine_threads()) < 2:  # generate_batch's engine is up, too
+        time.sleep(0.01)
+    time.sleep(0.2)
     undo = plant_failure(model)
     try:
         started = time.monotonic()
@@ -701,7 +734,7 @@ def test_transformers_own_config_class_is_converted(model: Any) -> None:
 def test_workload_hints_size_the_cache(model: Any) -> None:
     hints = WorkloadHints(max_prompt_length=20, max_generated_length=12, num_requests=3)
     manager = model.init_continuous_batching(GENERATION, ContinuousBatchingConfig(page_size=8), hints)
-    assert 12 <= manager._assembly.size.num_blocks <= 16
+    assert 12 <= manager._facts.size.num_blocks <= 16
     manager.destroy()
 
 
@@ -754,7 +787,8 @@ def test_random_lives_end_with_nothing_left(model: Any) -> None:
                 else:
                     manager.stop(block=rng.random() < 0.5, hard_stop=action == "hard")
 
-        calls = [in_thread(lambda r=random.Random(f"{seed}-{t}"): live(r)) for t in range(3)]
+        rngs = [random.Random(f"{seed}-{thread}") for thread in range(3)]
+        calls = [in_thread(lambda rng=rng: live(rng)) for rng in rngs]
         for call in calls:
             call.result(30)
         manager.stop(hard_stop=seed % 2 == 0)

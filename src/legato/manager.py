@@ -1,13 +1,12 @@
 """`ContinuousBatchingManager`: the engine's thread, its life, and the way in and out of it."""
 
 import asyncio
-import atexit
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from enum import Enum, auto
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -16,25 +15,15 @@ from transformers import GenerationConfig
 from legato.config import ContinuousBatchingConfig, WorkloadHints
 from legato.engine.assemble import assemble
 from legato.engine.engine import EngineStats
-from legato.errors import EngineError, InvalidValueError, ManagerStateError, QueueFullError
+from legato.engine_thread import EngineThread
+from legato.errors import InvalidValueError, ManagerStateError
 from legato.generation import GenerationDefaults, RequestFactory
-from legato.request import GenerationOutput, Request, RequestSpec, RequestStatus
+from legato.request import GenerationOutput, Request, RequestSpec
 from legato.router import OutputIterator, OutputRouter, ResultHandler
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.2
-HARD_STOP_ERROR = "RuntimeError: the manager was stopped before the request finished"
-
-
-class _State(Enum):
-    NEW = auto()  # accepts requests, runs none
-    RUNNING = auto()
-    STOPPING = auto()  # finishes what it accepted
-    HARD_STOPPING = auto()  # fails what it accepted
-    STOPPED = auto()
-    FAILED = auto()  # the engine raised
-    DESTROYED = auto()
 
 
 class ContinuousBatchingManager:
@@ -66,25 +55,18 @@ class ContinuousBatchingManager:
         self.config.require_implemented()
         self._model = model
         self._defaults = self._read_defaults(generation_config)
-        self._assembly = assemble(
+        engine, self._facts = assemble(
             model, self.config, workload_hints or WorkloadHints(), self._defaults.do_sample, lock or threading.Lock()
         )
-        self._engine = self._assembly.engine
         self._factory = RequestFactory(
-            self._assembly.shape.vocab_size,
-            self._assembly.shape.max_length,
-            self._assembly.max_request_tokens,
+            self._facts.shape.vocab_size,
+            self._facts.shape.max_length,
+            self._facts.max_request_tokens,
             self.config.seed,
         )
         self._router = OutputRouter()
-        self._turn = threading.Condition(threading.RLock())  # guards everything below
-        self._state = _State.NEW
-        self._thread: threading.Thread | None = None
-        self._stepping = False
-        self._paused_by: list[int] = []  # idents of the threads inside pause()
-        self._unfinished: dict[str, Request] = {}
-        self._num_ids = 0
-        self._failure: EngineError | None = None
+        self._thread = EngineThread(engine, self._router, self.config.max_queue_size)
+        self._id_numbers = itertools.count()
         self._session_thread: int | None = None
 
     # Life
@@ -96,18 +78,7 @@ class ContinuousBatchingManager:
             ManagerStateError: the manager was destroyed.
             EngineError: the engine has failed.
         """
-        with self._turn:
-            while self._state in (_State.STOPPING, _State.HARD_STOPPING):
-                self._turn.wait()
-            if self._state is _State.RUNNING:
-                logger.warning("start() does nothing: the manager is running")
-                return
-            self._refuse_if_over()
-            self._state = _State.RUNNING
-            self._router.open()
-            self._thread = threading.Thread(target=self._serve, name="legato-engine", daemon=True)
-            atexit.register(self._stop_at_exit)
-            self._thread.start()
+        self._thread.start()
 
     def stop(self, block: bool = True, timeout: float | None = None, hard_stop: bool = False) -> None:
         """Take no new requests, finish those accepted, and end the thread.
@@ -120,32 +91,19 @@ class ContinuousBatchingManager:
         Raises:
             ManagerStateError: a blocking soft stop inside this thread's own `pause()`, which could never end.
         """
-        with self._turn:
-            thread = self._thread
-            if thread is None:
-                self._stop_unstarted()
-                return
-            if block and not hard_stop and threading.get_ident() in self._paused_by:
-                raise ManagerStateError("stop() inside pause() would wait for ever; use hard_stop=True or block=False")
-            if self._state in (_State.RUNNING, _State.STOPPING):
-                self._state = _State.HARD_STOPPING if hard_stop else _State.STOPPING
-                self._turn.notify_all()
-        if block and thread is not threading.current_thread():
-            thread.join(timeout)
-            if thread.is_alive():
-                logger.warning("the manager is still finishing after timeout=%s seconds", timeout)
+        self._thread.stop(block, timeout, hard_stop)
 
     def destroy(self) -> None:
-        """Stop if running, then free the cache. The manager cannot start again."""
-        self.stop()
-        with self._turn:
-            self._state = _State.DESTROYED
-            self._engine = self._assembly = None  # type: ignore[assignment]
+        """Stop if running, then free the cache. The manager cannot start again.
+
+        Raises:
+            ManagerStateError: called from the engine's own thread (a result handler).
+        """
+        self._thread.destroy()
 
     def is_running(self) -> bool:
         """Whether the background thread is alive."""
-        with self._turn:
-            return self._thread is not None and self._thread.is_alive()
+        return self._thread.is_running()
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -154,18 +112,8 @@ class ContinuousBatchingManager:
         Raises:
             ManagerStateError: called from the engine's own thread (a result handler).
         """
-        if threading.current_thread() is self._thread:
-            raise ManagerStateError("pause() from a result handler would wait for itself")
-        with self._turn:
-            self._paused_by.append(threading.get_ident())
-            while self._stepping:
-                self._turn.wait()
-        try:
+        with self._thread.pause():
             yield
-        finally:
-            with self._turn:
-                self._paused_by.remove(threading.get_ident())
-                self._turn.notify_all()
 
     @contextmanager
     def session(self, block: bool = True, timeout: float | None = None, destroy: bool = True) -> Iterator[None]:
@@ -178,11 +126,10 @@ class ContinuousBatchingManager:
         self._session_thread = threading.get_ident()
         try:
             yield
+            self.stop(block, timeout)
         except BaseException:
             self.stop(hard_stop=True)
             raise
-        else:
-            self.stop(block, timeout)
         finally:
             self._session_thread = None
             if destroy and (block or not self.is_running()):
@@ -222,11 +169,11 @@ class ContinuousBatchingManager:
             ManagerStateError: the manager was destroyed.
         """
         spec = RequestSpec(input_ids, max_new_tokens, streaming, record_timestamps, eos_token_id, sampling)
-        if not self._accepts(1):
+        if not self._thread.accepts(1):
             return None
         request_id = self._new_ids(1)[0] if request_id is None else request_id
         request = self._factory.make(self._defaults, request_id, spec)
-        return request_id if self._submit([request]) else None
+        return request_id if self._thread.submit([request]) else None
 
     def add_requests(
         self,
@@ -271,6 +218,9 @@ class ContinuousBatchingManager:
             InvalidValueError, QueueFullError, ManagerStateError: as of `add_requests`.
             EngineError: the engine failed; `__cause__` is why.
         """
+        if not self.is_running():
+            self._thread.check()
+            raise ManagerStateError("as_completed() needs a running manager: call start() first")
         outputs: SimpleQueue[GenerationOutput] = SimpleQueue()
         ids = self._add_specs(specs, outputs.put)
         if len(ids) < len(specs):
@@ -281,7 +231,7 @@ class ContinuousBatchingManager:
                 output = _next_output(outputs, heartbeat)
                 index = unfinished[output.request_id]
                 if output.is_finished():
-                    self._refuse_if_over()
+                    self._thread.check()
                     del unfinished[output.request_id]
                 yield index, output
         finally:
@@ -293,11 +243,7 @@ class ContinuousBatchingManager:
 
         Does nothing for a request that has ended.
         """
-        with self._turn:
-            request = self._unfinished.get(request_id)
-            if request is not None and self._engine is not None:
-                self._engine.cancel(request)
-                self._turn.notify_all()
+        self._thread.cancel(request_id)
 
     def use_generation_config(self, generation_config: GenerationConfig | None) -> None:
         """What requests made from now on do unless they say otherwise.
@@ -356,121 +302,27 @@ class ContinuousBatchingManager:
     @property
     def stats(self) -> EngineStats:
         """The engine as its latest step left it."""
-        engine = self._engine
-        return EngineStats() if engine is None else engine.stats
+        return self._thread.stats
 
     def describe(self) -> str:
         """One line: the model, the path it runs on, and every figure that was resolved."""
-        return "destroyed" if self._assembly is None else self._assembly.description
-
-    # The engine's thread
-
-    def _serve(self) -> None:
-        failure = None
-        try:
-            while self._wait_for_turn():
-                outputs = self._engine.step()
-                self._end_turn(outputs)
-                self._router.publish(outputs)
-            self._router.publish(self._fail_unfinished(HARD_STOP_ERROR))
-        except BaseException as error:
-            logger.error("the engine failed", exc_info=error)
-            failure = EngineError(f"the engine failed: {type(error).__name__}: {error}")
-            failure.__cause__ = error
-        self._end_thread(failure)
-
-    def _wait_for_turn(self) -> bool:
-        """Sleep until there is a step to run (True) or the thread is to end (False)."""
-        with self._turn:
-            while self._state is not _State.HARD_STOPPING:
-                has_work = self._engine.has_work
-                if has_work and not self._paused_by:
-                    self._stepping = True
-                    return True
-                if not has_work and self._state is _State.STOPPING:
-                    break
-                self._turn.wait()
-            return False
-
-    def _end_turn(self, outputs: list[GenerationOutput]) -> None:
-        with self._turn:
-            for output in outputs:
-                if output.is_finished():
-                    del self._unfinished[output.request_id]
-            self._stepping = False
-            if self._paused_by:
-                self._turn.notify_all()
-
-    def _fail_unfinished(self, error: str) -> list[GenerationOutput]:
-        outputs = self._engine.fail_all(error)
-        self._end_turn(outputs)
-        return outputs
-
-    def _end_thread(self, failure: EngineError | None) -> None:
-        """The thread's last act: nobody waits any more."""
-        with self._turn:
-            self._stepping = False
-            self._thread = None
-            self._state = _State.STOPPED if failure is None else _State.FAILED
-            self._failure = failure
-            lost = list(self._unfinished.values())
-            self._unfinished.clear()
-            self._turn.notify_all()
-        atexit.unregister(self._stop_at_exit)
-        for request in lost:
-            request.finish("error", str(failure))
-        self._router.close(failure, [request.output() for request in lost])
-
-    def _stop_at_exit(self) -> None:
-        self.stop(hard_stop=True)
-
-    # Under self._turn
-
-    def _stop_unstarted(self) -> None:
-        if self._state is _State.NEW:
-            self._router.publish(self._fail_unfinished(HARD_STOP_ERROR))
-            self._state = _State.STOPPED
-
-    def _refuse_if_over(self) -> None:
-        if self._state is _State.DESTROYED:
-            raise ManagerStateError("the manager was destroyed: make a new one")
-        if self._failure is not None:
-            raise EngineError(str(self._failure)) from self._failure.__cause__
+        return self._facts.description
 
     # Helpers
-
-    def _accepts(self, num_requests: int) -> bool:
-        with self._turn:
-            self._refuse_if_over()
-            if self._state not in (_State.NEW, _State.RUNNING):
-                logger.warning("the manager is stopped or stopping: %d request(s) dropped", num_requests)
-                return False
-            limit, waiting = self.config.max_queue_size, self._engine.num_waiting
-        if limit and waiting + num_requests > limit:
-            raise QueueFullError(
-                f"max_queue_size={limit}: {waiting} requests are waiting, {num_requests} more were submitted"
-            )
-        return True
 
     def _read_defaults(self, config: GenerationConfig | None) -> GenerationDefaults:
         return GenerationDefaults.of(self._model, config, self.config.drop_unsupported_processors)
 
     def _new_ids(self, count: int) -> list[str]:
-        ids: list[str] = []
-        with self._turn:
-            while len(ids) < count:
-                request_id = f"req_{self._num_ids}"
-                self._num_ids += 1
-                if not self._router.knows(request_id):
-                    ids.append(request_id)
-        return ids
+        fresh = (i for i in map("req_{}".format, self._id_numbers) if not self._router.knows(i))
+        return list(itertools.islice(fresh, count))
 
     def _add_specs(self, specs: Sequence[RequestSpec], handler: ResultHandler | None) -> list[str]:
-        if not specs or not self._accepts(len(specs)):
+        if not specs or not self._thread.accepts(len(specs)):
             return []
         ids = self._new_ids(len(specs))
         requests = [self._make_or_fail(i, spec) for i, spec in zip(ids, specs, strict=True)]
-        return ids if self._submit(requests, handler) else []
+        return ids if self._thread.submit(requests, handler) else []
 
     def _make_or_fail(self, request_id: str, spec: RequestSpec) -> Request:
         try:
@@ -479,20 +331,6 @@ class ContinuousBatchingManager:
             request = self._factory.make_failed(request_id, spec, str(error))
             logger.warning("request %s fails alone: %s", request_id, error)
             return request
-
-    def _submit(self, requests: list[Request], handler: ResultHandler | None = None) -> bool:
-        """Queue requests, all or none; those that failed already go straight to their consumers."""
-        with self._turn:
-            if not self._accepts(len(requests)):
-                return False
-            self._router.expect([request.request_id for request in requests], handler)
-            for request in requests:
-                if request.status < RequestStatus.FINISHED:
-                    self._unfinished[request.request_id] = request
-                    self._engine.submit(request)
-            self._turn.notify_all()
-        self._router.publish([r.output() for r in requests if r.status >= RequestStatus.FINISHED])
-        return True
 
 
 def _next_output(outputs: SimpleQueue[GenerationOutput], heartbeat: Callable[[], object] | None) -> GenerationOutput:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 from legato.errors import EngineError, InvalidValueError
@@ -256,7 +257,8 @@ class OutputIterator(Iterator[GenerationOutput], AsyncIterator[GenerationOutput]
         loop, changed = asyncio.get_running_loop(), asyncio.Event()
 
         def wake() -> None:
-            if not loop.is_closed():
+            # A loop that was closed in the middle of waiting has nobody left to wake.
+            with suppress(RuntimeError):
                 loop.call_soon_threadsafe(changed.set)
 
         self._router.listen(wake)

@@ -41,7 +41,7 @@ def measure_overhead(num_requests: int, model: str, page_size: int, num_steps: i
         {"model", "page_size", "requests", "median_ms", "worst_ms"} a step.
     """
     engine = _engine(num_requests, model, page_size, num_steps)
-    while engine.stats.num_waiting or engine.has_work and engine.stats.num_batch_tokens != num_requests:
+    while engine.stats.num_waiting or (engine.has_work and engine.stats.num_batch_tokens != num_requests):
         engine.step()
     times = []
     for _ in range(WARM_UP_STEPS + num_steps):

@@ -24,25 +24,25 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Assembly:
-    """An engine and what it was built with.
+class EngineFacts:
+    """What an engine was built with.
 
     Attributes:
-        engine: ready to step.
         shape: of the model.
         size: every figure resolved.
         max_request_tokens: tokens, prompt and answer together, that the cache can hold for one request.
         description: all of that in a line.
     """
 
-    engine: Engine
     shape: ModelShape
     size: CacheSize
     max_request_tokens: int
     description: str
 
 
-def assemble(model: Any, config: ContinuousBatchingConfig, hints: WorkloadHints, samples: bool, lock: Lock) -> Assembly:
+def assemble(
+    model: Any, config: ContinuousBatchingConfig, hints: WorkloadHints, samples: bool, lock: Lock
+) -> tuple[Engine, EngineFacts]:
     """Build cache, scheduler and runner for `model`.
 
     Args:
@@ -76,7 +76,7 @@ def assemble(model: Any, config: ContinuousBatchingConfig, hints: WorkloadHints,
     engine = Engine(scheduler, blocks, BatchBuilder(size.page_size, len(groups)), runner)
     description = _describe(inner, backend, config, shape, size)
     logger.info("%s", description)
-    return Assembly(engine, shape, size, blocks.max_tokens_alone(), description)
+    return engine, EngineFacts(shape, size, blocks.max_tokens_alone(), description)
 
 
 def unwrap(model: Any) -> Any:
