@@ -725,10 +725,13 @@ def test_copies_and_pickles_of_a_served_model_work(tmp_path: Any) -> None:
 def test_transformers_own_config_class_is_converted(model: Any) -> None:
     from transformers import ContinuousBatchingConfig as TransformersConfig
 
+    page = "page_size" if hasattr(TransformersConfig, "page_size") else "block_size"  # as of its release
+    config = TransformersConfig(**{page: 16}, num_blocks=20)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        outputs = model.generate_batch([[5, 6]], GENERATION, TransformersConfig(page_size=16, num_blocks=20))
-    assert len(outputs) == 1
+        manager = model.init_continuous_batching(GENERATION, config)
+    assert (manager.config.page_size, manager.config.num_blocks) == (16, 20)
+    manager.destroy()
 
 
 def test_workload_hints_size_the_cache(model: Any) -> None:

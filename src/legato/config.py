@@ -164,7 +164,9 @@ class ContinuousBatchingConfig:
         settings = {}
         for f in dataclasses.fields(config):
             value = getattr(config, f.name)
-            if f.name in _DEFAULTS:
+            if f.name == "block_size":  # all that releases before page_size have
+                settings.update({} if value is None else {"page_size": value})
+            elif f.name in _DEFAULTS:
                 settings[f.name] = value
             elif value != f.default:
                 raise NotImplementedError(f"{f.name}={value!r}: Legato has no such setting")
