@@ -121,7 +121,7 @@ class ContinuousBatchingConfig:
         check_number("cpu_group_timeout", self.cpu_group_timeout, 0, above=True, optional=True)
 
     def _check_choices(self) -> None:
-        if self.scheduler_type not in SCHEDULING_POLICIES:
+        if not isinstance(self.scheduler_type, str) or self.scheduler_type not in SCHEDULING_POLICIES:
             raise refuse("scheduler_type", self.scheduler_type, f"one of {', '.join(sorted(SCHEDULING_POLICIES))}")
         check_int("default_compile_level", self.default_compile_level, 0, 3)
         check_bool("allow_block_sharing", self.allow_block_sharing)
@@ -130,10 +130,16 @@ class ContinuousBatchingConfig:
         check_bool("auto_switch_to_flash", self.auto_switch_to_flash)
         check_bool("drop_unsupported_processors", self.drop_unsupported_processors)
         check_bool("use_async_batching", self.use_async_batching, optional=True)
-        graph = self.use_cuda_graph
+        graph: Any = self.use_cuda_graph
         pair = isinstance(graph, tuple | list) and len(graph) == 2 and all(isinstance(g, bool) for g in graph)
         if not (graph is None or isinstance(graph, bool) or pair):
             raise refuse("use_cuda_graph", graph, "True, False, None or a pair of bools (varlen, decode)")
+        if isinstance(graph, list):
+            self.use_cuda_graph = (graph[0], graph[1])
+        for name in ("varlen_compile_config", "decode_compile_config"):
+            value = getattr(self, name)
+            if value is not None and type(value).__name__ != "CompileConfig":  # transformers', not imported for this
+                raise refuse(name, value, "a transformers CompileConfig, or None")
 
     def require_implemented(self) -> None:
         """Refuse settings whose machinery does not exist yet, so that none silently does nothing.

@@ -25,18 +25,21 @@ def find_attention_groups(model: Any, configs: Sequence[Any]) -> tuple[Attention
     Raises:
         UnsupportedModelError: the model's attention is not all in one plain call of the attention interface a layer.
     """
+    _check_config(model)
     calls: list[AttentionCall] = []
 
     def record(call: AttentionCall) -> Tensor:
         calls.append(call)
-        return torch.zeros_like(call.query.transpose(1, 2))
+        _, heads, tokens, _ = call.query.shape
+        return call.query.new_zeros((1, tokens, heads, call.value.shape[3]))
 
     ids = torch.zeros((1, 2), dtype=torch.long, device=model.device)
+    positions = torch.arange(2, device=ids.device)[None]
     with torch.no_grad(), attention_implementation(configs, IMPLEMENTATION):
         try:
-            model(input_ids=ids, position_ids=torch.arange(2, device=ids.device)[None], use_cache=False, paged=record)
-        except (TypeError, RuntimeError, KeyError, AttributeError) as error:
-            raise _unsupported(model, f"its forward pass does not take packed sequences ({error})") from error
+            model(input_ids=ids, position_ids=positions, use_cache=False, paged=record)
+        except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
+            raise _unsupported(model, f"a forward pass over two tokens failed: {error}") from error
     _check_calls(model, calls)
     layers = defaultdict(list)
     for call in calls:
@@ -48,21 +51,25 @@ def find_attention_groups(model: Any, configs: Sequence[Any]) -> tuple[Attention
     return tuple(sorted(groups, key=lambda group: (group.window is not None, group.window or 0, group.layers)))
 
 
-def _check_calls(model: Any, calls: list[AttentionCall]) -> None:
+def _check_config(model: Any) -> None:
     config = model.config.get_text_config()
-    seen = [call.layer for call in calls]
-    if getattr(config, "is_encoder_decoder", False):
+    if getattr(model.config, "is_encoder_decoder", False):
         raise _unsupported(model, "it is an encoder-decoder")
-    if sorted(seen) != list(range(config.num_hidden_layers)):
-        raise _unsupported(
-            model,
-            f"{len(set(seen))} of its {config.num_hidden_layers} layers, in {len(seen)} calls, compute attention "
-            "through transformers' attention interface; Legato needs one call in each",
-        )
     if getattr(config, "num_kv_shared_layers", 0):
         raise _unsupported(model, "some layers reuse the K and V of others")
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):
         raise _unsupported(model, "it has chunked attention layers")
+
+
+def _check_calls(model: Any, calls: list[AttentionCall]) -> None:
+    num_layers = model.config.get_text_config().num_hidden_layers
+    seen = [call.layer for call in calls]
+    if sorted(seen) != list(range(num_layers)):
+        raise _unsupported(
+            model,
+            f"{len(set(seen))} of its {num_layers} layers, in {len(seen)} calls, compute attention through "
+            "transformers' attention interface; Legato needs one call in each",
+        )
     for call in calls:
         if call.unknown:
             raise _unsupported(model, f"layer {call.layer} passes {', '.join(call.unknown)} to its attention")

@@ -63,8 +63,9 @@ def _run_transformers(
     """The peer, with the settings of its published figures; nothing else in Legato uses it."""
     from transformers import ContinuousBatchingConfig as PeerConfig
 
-    page = "page_size" if hasattr(PeerConfig, "page_size") else "block_size"
-    config = PeerConfig(**{page: page_size}, num_blocks=PEER_NUM_BLOCKS, max_batch_tokens=max_batch_tokens)
+    page = "page_size" if hasattr(PeerConfig, "page_size") else "block_size"  # as of its release
+    settings: dict[str, Any] = {page: page_size, "num_blocks": PEER_NUM_BLOCKS, "max_batch_tokens": max_batch_tokens}
+    config = PeerConfig(**settings)
     manager = model.continuous_batching_context_manager(generation_config=generation, continuous_batching_config=config)
     return _measure(manager, requests)
 
