@@ -36,8 +36,8 @@ class BlockManager:
     @property
     def num_pages(self) -> int:
         """Pages in the usable chunks: the most one forward pass may read."""
-        first = self.allocators[0]
-        return self.pool.num_usable * first.blocks_per_chunk * sum(self._pages_per_block[:1])
+        per_chunk = (a.blocks_per_chunk * n for a, n in zip(self.allocators, self._pages_per_block, strict=True))
+        return self.pool.num_usable * max(per_chunk)
 
     def pages_held(self, request_id: str) -> int:
         """Pages that a forward pass reads for this request."""
@@ -50,7 +50,7 @@ class BlockManager:
 
     def max_tokens_alone(self) -> int:
         """The longest request, prompt and answer together, that `holds_alone`; 0 when not even one token fits."""
-        low, high = 0, self.pool.num_usable * max(a.blocks_per_chunk for a in self.allocators) * self.page_size
+        low, high = 0, 1 << 62
         while low < high:
             middle = (low + high + 1) // 2
             low, high = (middle, high) if self.holds_alone(middle) else (low, middle - 1)

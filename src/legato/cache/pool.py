@@ -50,8 +50,7 @@ class ChunkLayout:
 
 def chunks_for_blocks(num_blocks: int, groups: Sequence[AttentionGroup], page_size: int) -> int:
     """Chunks, the reserved ones not counted, that hold `num_blocks` whole-model blocks; at least one."""
-    model_block = sum(group.block_size(page_size) for group in groups)
-    return max(1, num_blocks * model_block // ChunkLayout.of(groups, page_size).chunk_size)
+    return sum(-(-num_blocks // per_chunk) for per_chunk in ChunkLayout.of(groups, page_size).blocks_per_chunk)
 
 
 class ChunkPool:

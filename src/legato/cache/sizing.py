@@ -81,7 +81,7 @@ def resolve_size(
     page_size = config.page_size
     block_bytes = sum(group.block_size(page_size) for group in shape.groups) * shape.element_size
     chunk_bytes = ChunkLayout.of(shape.groups, page_size).chunk_size * shape.element_size
-    budget = free_bytes - (RESERVED_CHUNKS + 1) * chunk_bytes  # one more for the rounding to whole chunks
+    budget = free_bytes - (RESERVED_CHUNKS + len(shape.groups)) * chunk_bytes  # each group rounds up to whole chunks
     requests = config.max_requests_per_batch or hints.num_requests or DEFAULT_REQUESTS_PER_BATCH
     batch_tokens = config.max_batch_tokens or _fitting_batch_tokens(shape, requests, budget // 2)
     requests = min(requests, batch_tokens)

@@ -134,10 +134,13 @@ class Engine:
         while plan.stalled:
             preempted = self._preempt(scheduler.find_victims(plan))
             if plan.chunks:
-                break
+                return plan
             if not preempted:
-                raise RuntimeError("no request can be scheduled although some are running: cache accounts are wrong")
+                # Alone, yet short of chunks: its blocks lie scattered, since others that lay between them have left.
+                self._preempt(iter(plan.stalled))
             plan = scheduler.schedule()
+        if not plan.chunks and (scheduler.running or scheduler.waiting):
+            raise RuntimeError("no request can be scheduled: the cache's accounts are wrong")
         return plan
 
     def _preempt(self, victims: Iterator[Request]) -> int:
@@ -158,6 +161,8 @@ class Engine:
             if request.first_scheduled_time < 0:
                 request.first_scheduled_time = now
             request.num_computed_tokens += chunk.num_tokens
+            if request.status is RequestStatus.PREFILLING:
+                self._num_prompt += chunk.num_tokens
             if request.num_computed_tokens < len(request.tokens):
                 continue
             token_id = result.token_ids[sampled]
@@ -185,8 +190,6 @@ class Engine:
         return request.output()
 
     def _record(self, plan: StepPlan) -> None:
-        decoded = sum(1 for chunk in plan.chunks if chunk.num_tokens == 1)
-        self._num_prompt += plan.num_tokens - decoded
         self.stats = EngineStats(
             num_steps=self.stats.num_steps + bool(plan.chunks),
             num_running=len(self._scheduler.running),

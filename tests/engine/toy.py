@@ -1,0 +1,144 @@
+"""A runner with no model: its next token depends on all that it should have read from the cache, and on that alone."""
+
+from collections.abc import Sequence
+from math import lcm
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.cache.pool import AttentionGroup
+from legato.engine.batch import Batch, StepResult
+from legato.request import Request, SamplingParams
+
+VOCAB_SIZE = 1009
+_MASK = (1 << 64) - 1
+
+
+class ToyRunner:
+    """Keeps a number for each token in a paged memory that every attention group cuts its own way.
+
+    A token's number is made of the token, its position and the numbers of all earlier tokens that it sees in the
+    memory, so that one wrong read or write changes all that follows.
+    """
+
+    def __init__(self, groups: Sequence[AttentionGroup], page_size: int, num_chunks: int) -> None:
+        self.num_runs = 0
+        self._groups = groups
+        self._page_size = page_size
+        chunk_size = lcm(*(page_size * width(group) for group in groups))
+        self._memory = np.random.default_rng(0).integers(0, _MASK, num_chunks * chunk_size, np.uint64)
+        self._memory[:chunk_size] = 0
+
+    def run(self, batch: Batch) -> StepResult:
+        self.num_runs += 1
+        numbers = []
+        for i, num_keys in enumerate(batch.seqused_k.tolist()):
+            end = batch.cu_seqlens_q[i + 1]
+            for row in range(batch.cu_seqlens_q[i], end):
+                place = num_keys - (end - row)  # of this query among the keys, as attention kernels take it
+                seen = sum(self._read(batch, group, i, place) for group in range(len(self._groups)))
+                number = toy_number(int(batch.input_ids[row]), int(batch.position_ids[row]), seen)
+                self._write(batch, row, number)
+                numbers.append(number)
+        how = batch.sampling
+        columns = (how.temperature, how.top_k, how.top_p, how.seed, how.position)
+        sampled = [numbers[row] for row in batch.logits_indices]
+        settings = zip(*(column.tolist() for column in columns), strict=True)
+        tokens = [toy_token(number, *how) for number, how in zip(sampled, settings, strict=True)]
+        return StepResult(tokens, [toy_logprob(token) for token in tokens])
+
+    def _read(self, batch: Batch, group: int, row: int, place: int) -> int:
+        positions = seen_before(self._groups[group], place)
+        pages, offsets = np.divmod(positions, self._page_size)
+        slots = batch.block_tables[group][row, pages] * self._page_size + offsets
+        return weigh(self._memory[self._elements(group, slots)], positions)
+
+    def _write(self, batch: Batch, row: int, number: int) -> None:
+        for group, slots in enumerate(batch.slot_mappings):
+            elements = self._elements(group, slots[row : row + 1])
+            self._memory[elements] = spread(np.array([number], np.uint64), self._groups[group])
+
+    def _elements(self, group: int, slots: NDArray[np.int64]) -> NDArray[np.int64]:
+        """[slots, width]: a block is a page for each layer, one after the other."""
+        blocks, offsets = np.divmod(slots, self._page_size)
+        layers = np.arange(width(self._groups[group]))
+        return (blocks[:, None] * len(layers) + layers) * self._page_size + offsets[:, None]
+
+
+def width(group: AttentionGroup) -> int:
+    """Elements of one position in all layers of a group."""
+    return len(group.layers) * group.num_kv_heads * group.head_dim
+
+
+def seen_before(group: AttentionGroup, position: int) -> NDArray[np.int64]:
+    """Earlier positions that a query at `position` sees."""
+    return np.arange(0 if group.window is None else max(0, position - group.window + 1), position)
+
+
+def spread(numbers: NDArray[np.uint64], group: AttentionGroup) -> NDArray[np.uint64]:
+    """What each layer of a group keeps of `numbers`: [numbers, width]."""
+    return numbers[:, None] + np.arange(width(group), dtype=np.uint64)
+
+
+def weigh(kept: NDArray[np.uint64], positions: NDArray[np.int64]) -> int:
+    """One number for all that was read, each by its place."""
+    layers = np.arange(kept.shape[1], dtype=np.uint64)
+    return int((kept * (62 * positions.astype(np.uint64)[:, None] + 2 * layers + 1)).sum(dtype=np.uint64))
+
+
+def toy_number(token: int, position: int, seen: int) -> int:
+    mixed = (token * 0x9E3779B97F4A7C15 + position * 0xC2B2AE3D27D4EB4F + seen) & _MASK
+    return ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9) & _MASK
+
+
+def toy_token(number: int, *settings: float) -> int:
+    return hash((number, *settings)) % VOCAB_SIZE
+
+
+def toy_logprob(token: int) -> float:
+    return -token / VOCAB_SIZE
+
+
+def toy_generate(groups: Sequence[AttentionGroup], request: Request) -> list[int]:
+    """The tokens that the runner would give for a request alone, worked out with a list for a memory."""
+    numbers: list[int] = []
+    tokens = request.prompt_ids.copy()
+    generated: list[int] = []
+    params = request.params
+    settings = (float(np.float32(params.temperature)), max(params.top_k or 0, 0), float(np.float32(params.top_p)))
+    while len(generated) < request.max_new_tokens and not (generated and generated[-1] in request.stop_token_ids):
+        for position in range(len(numbers), len(tokens)):
+            kept = np.array(numbers, np.uint64)
+            places = [seen_before(group, position) for group in groups]
+            seen = sum(weigh(spread(kept[place], group), place) for place, group in zip(places, groups, strict=True))
+            numbers.append(toy_number(tokens[position], position, seen))
+        generated.append(toy_token(numbers[-1], *settings, request.seed, len(generated)))
+        tokens.append(generated[-1])
+    return generated
+
+
+def make_request(
+    request_id: str,
+    prompt_length: int,
+    max_new_tokens: int = 1,
+    *,
+    stop_token_ids: frozenset[int] = frozenset(),
+    params: SamplingParams | None = None,
+    seed: int = 0,
+    streaming: bool = False,
+    record_timestamps: bool = False,
+) -> Request:
+    """A request with a prompt that no other seed has."""
+    prompt = [hash((seed, position)) % VOCAB_SIZE for position in range(prompt_length)]
+    return Request(
+        request_id=request_id,
+        prompt_ids=prompt,
+        params=params or SamplingParams(),
+        max_new_tokens=max_new_tokens,
+        stop_token_ids=stop_token_ids,
+        seed=seed,
+        streaming=streaming,
+        created_time=0.0,
+        tokens=prompt.copy(),
+        timestamps=[] if record_timestamps else None,
+    )
