@@ -93,7 +93,7 @@ class EngineThread:
 
     def is_running(self) -> bool:
         with self._turn:
-            return self._thread is not None and self._thread.is_alive()
+            return self._state in (_State.RUNNING, _State.STOPPING, _State.HARD_STOPPING)
 
     @contextmanager
     def pause(self) -> Iterator[None]:

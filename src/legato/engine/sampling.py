@@ -32,7 +32,9 @@ def _sample_rows(logits: Tensor, sampling: SamplingBatch, with_logprobs: bool) -
     (sampled,) = np.nonzero(sampling.temperature)
     rows = torch.from_numpy(sampled).to(device)
     temperature = torch.from_numpy(sampling.temperature[sampled]).to(device)
-    kept, order = _keep_likeliest(logits[rows] / temperature[:, None], sampling, sampled)
+    # Shifted so that the likeliest is 0: a tiny temperature would divide it to infinity.
+    scores = (logits[rows] - logits[rows].amax(dim=-1, keepdim=True)) / temperature[:, None]
+    kept, order = _keep_likeliest(scores, sampling, sampled)
     uniforms = torch.from_numpy(uniform(sampling.seed[sampled], sampling.position[sampled])).to(device)
     # float64: a float32 sum over a large vocabulary would round the unlikely tokens away.
     cumulative = kept.double().softmax(dim=-1).cumsum(dim=-1)
@@ -55,9 +57,11 @@ def _keep_likeliest(scores: Tensor, sampling: SamplingBatch, sampled: NDArray[np
         threshold = kept.gather(1, last.clamp_(max=scores.shape[-1] - 1)[:, None])
         kept = kept.masked_fill(kept < threshold, -torch.inf)
     if (top_p < 1).any():
-        probabilities = kept.softmax(dim=-1)
-        before = probabilities.cumsum(dim=-1) - probabilities
-        kept = kept.masked_fill(before >= torch.from_numpy(top_p).to(scores.device)[:, None], -torch.inf)
+        limit = torch.from_numpy(np.where(top_p < 1, top_p, np.inf)).to(scores.device)
+        probabilities = kept.double().softmax(dim=-1)
+        beyond = probabilities.cumsum(dim=-1) - probabilities >= limit[:, None]
+        beyond[:, 0] = False  # the likeliest stays, however small the limit
+        kept = kept.masked_fill(beyond, -torch.inf)
     return kept, order
 
 
