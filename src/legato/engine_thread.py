@@ -9,6 +9,7 @@ from enum import Enum, auto
 
 from legato.engine.engine import Engine, EngineStats
 from legato.errors import EngineError, ManagerStateError, QueueFullError
+from legato.openmp import release_workers
 from legato.request import GenerationOutput, Request, RequestStatus
 from legato.router import OutputRouter, ResultHandler
 
@@ -63,6 +64,7 @@ class EngineThread:
             self._router.open()
             self._thread = threading.Thread(target=self._serve, args=(engine,), name="legato-engine", daemon=True)
             atexit.register(self._stop_at_exit)
+            release_workers()
             self._thread.start()
 
     def stop(self, block: bool, timeout: float | None, hard_stop: bool) -> None:

@@ -117,7 +117,7 @@ def test_softcaps_and_sinks(window: int | None, backend: str) -> None:
 
 
 def test_decode_tiles_waste_little_and_are_few() -> None:
-    """300 decodes of every length up to 4,000: padding stays within an eighth (or 31 keys), calls within dozens."""
+    """300 decodes of every length up to 4,000: padding stays within a quarter (or 63 keys), calls within dozens."""
     requests = [make_request(str(i), 13 * i + 2) for i in range(300)]
     groups = (AttentionGroup((0,), None, 1, 4),)
     blocks, cache = BlockManager(groups, 64, 15000), KVCache(groups, 64, 15000, torch.float32, torch.device("cpu"))
@@ -129,6 +129,6 @@ def test_decode_tiles_waste_little_and_are_few() -> None:
     (plan,) = plan_attention(BatchBuilder(64, 1).build(chunks, blocks.tables), cache)
     gathered = sum(tile.rows[0].numel() for tile in plan.tiles)
     visible = sum(len(request.tokens) for request in requests)
-    assert gathered <= visible * 1.125 + 31 * len(requests)
-    assert len(plan.tiles) < 90
+    assert gathered <= visible * 1.25 + 63 * len(requests)
+    assert len(plan.tiles) < 80
     assert all(tile.rows[0].numel() <= max(16384, tile.rows.shape[2]) for tile in plan.tiles)

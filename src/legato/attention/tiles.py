@@ -2,7 +2,7 @@
 
 A decode query sees its own context; a chunk of a prompt is cut into tiles of up to `QUERY_TILE` queries, each with
 the keys from the first that its first query sees to its last query's own. Decode queries are grouped by context
-length, rounded up by at most an eighth, so that a batch of hundreds takes a few calls and wastes little.
+length, rounded up by at most a quarter, so that a batch of hundreds takes a few calls and wastes little.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from legato.engine.batch import Batch, IntArray
 
 QUERY_TILE = 128
 KEYS_PER_CALL = 16384  # bounds what a call gathers; a decode tile longer than that goes alone
-_SMALLEST_KEY_STEP = 32
+_SMALLEST_KEY_STEP = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +104,8 @@ def _query_rows(first_rows: IntArray, num_queries: int) -> IntArray:
 
 
 def _round_up(lengths: IntArray) -> IntArray:
-    """Up to a multiple of an eighth of the power of two below, or of 32 if that is more."""
-    step = np.maximum(_SMALLEST_KEY_STEP, 1 << np.maximum(np.log2(lengths).astype(np.int64) - 3, 0))
+    """Up to a multiple of a quarter of the power of two below, or of 64 if that is more."""
+    step = np.maximum(_SMALLEST_KEY_STEP, 1 << np.maximum(np.log2(lengths).astype(np.int64) - 2, 0))
     return -(-lengths // step) * step
 
 
