@@ -21,8 +21,9 @@ setup: $(STAMP)  ## Install Legato and its development tools in .venv
 $(STAMP): pyproject.toml constraints.txt $(wildcard hatch_build.py)
 	@test -n "$(PYTHON)" || { echo "Legato needs Python 3.11 or newer: make setup PYTHON=/path/to/python" >&2; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -c constraints.txt $(TORCH)
-	$(BIN)/python -m pip install -c constraints.txt -e '.[dev]'
+	@echo "Installing into $(VENV): about a minute."
+	$(BIN)/python -m pip install -q -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
 
 models: setup  ## Fetch the two small real models that the tests use

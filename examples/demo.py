@@ -26,7 +26,7 @@ def generate_with_the_command_line() -> list[dict[str, Any]]:
         output = Path(folder) / "answers.jsonl"
         command = [Path(sys.executable).with_name("legato"), "generate", "--model", MODEL, "--prompts", PROMPTS]
         command += ["--output", output, "--max-new-tokens", NEW_TOKENS]
-        print("$", " ".join(["legato", *map(str, command[1:])]), flush=True)
+        print("$", " ".join([".venv/bin/legato", *map(str, command[1:])]), flush=True)
         subprocess.run(list(map(str, command)), check=True)
         return [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n") if line]
 
@@ -36,9 +36,8 @@ def show(lines: list[dict[str, Any]], results: list[dict[str, Any]]) -> None:
         prompt = line["prompt"] if "prompt" in line else line["messages"][-1]["content"]
         cut = "..." if result["finish_reason"] == "length" else ""
         print(f"\n[{result['index'] + 1}] {textwrap.shorten(prompt, 100)}")
-        answer = result["text"].strip() + cut
-        for paragraph in answer.splitlines():
-            print(textwrap.fill(paragraph, 100, initial_indent="    ", subsequent_indent="    "))
+        answer = textwrap.shorten(result["text"], 280) + cut
+        print(textwrap.fill(answer, 100, initial_indent="    ", subsequent_indent="    "))
 
 
 def encode(tokenizer: Any, line: dict[str, Any]) -> list[int]:
@@ -76,7 +75,7 @@ def main() -> None:
     budgets = [line.get("max_new_tokens", NEW_TOKENS) for line in lines]
     first = slice(NUM_ONE_AT_A_TIME)
 
-    print(f"\nThroughput in {torch.get_num_threads()} thread(s), float32, greedy; loading is not counted.", flush=True)
+    print("\nThroughput, float32, greedy; loading is not counted.", flush=True)
     with LLM(model, tokenizer) as llm:
         measure_legato(llm, prompts[:1], [1])  # makes the cache
         tokens, seconds = measure_legato(llm, prompts, budgets)
@@ -85,6 +84,7 @@ def main() -> None:
         f"  Legato, all {len(prompts)} prompts: {tokens} new tokens in {seconds:.1f} s, {rate:.1f} tokens/s", flush=True
     )
 
+    print("  model.generate, one at a time, takes a little longer ...", flush=True)
     measure_one_at_a_time(model, prompts[:1], [1])
     tokens, seconds = measure_one_at_a_time(model, prompts[first], budgets[first])
     alone = tokens / seconds

@@ -61,7 +61,7 @@ CONFIG: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
 
 SAMPLING: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "temperature": ((0, 0.0, 0.7, 2, 100.0), (-0.1, None, *NOT_NUMBERS), "a finite number, at least 0"),
-    "top_k": ((None, -1, 0, 1, 50), (-2, *NOT_INTEGERS), "an integer, at least -1, or None"),
+    "top_k": ((0, 1, 50), (-2, *NOT_INTEGERS), "an integer, at least -1, or None"),
     "top_p": ((0.01, 0.9, 1, 1.0), (0, 0.0, 1.1, -1, None, *NOT_NUMBERS), "a finite number, above 0 and at most 1"),
     "max_tokens": ((None, 1, 10**6), (0, -1, *NOT_INTEGERS), "an integer, at least 1, or None"),
     "stop_token_ids": (

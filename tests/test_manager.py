@@ -674,6 +674,32 @@ def test_a_persistent_manager_is_kept_and_reused(model: Any) -> None:
         assert manager is not managers[0]
 
 
+def test_a_persistent_manager_lives_and_dies_with_its_use(model: Any) -> None:
+    def persistent() -> list[GenerationOutput]:
+        return list(model.generate_batch([[5]], GENERATION, CONFIG, persistent_manager=True).values())
+
+    assert persistent()[0].status is RequestStatus.FINISHED
+    kept = model._legato.manager
+    model.generate_batch([[5]], GENERATION, ContinuousBatchingConfig(page_size=4, num_blocks=20))
+    assert model._legato.manager is None
+    with pytest.raises(ManagerStateError):
+        kept.start()
+    assert persistent()[0].status is RequestStatus.FINISHED
+    undo = plant_failure(model)
+    with pytest.raises(EngineError):
+        persistent()
+    undo()
+    assert model._legato.manager is None
+    assert persistent()[0].status is RequestStatus.FINISHED
+    model._legato.manager.destroy()
+    model._legato.manager = None
+
+
+def test_max_tokens_is_another_name_of_max_new_tokens(manager: ContinuousBatchingManager) -> None:
+    manager.start()
+    assert len(manager.get_result(manager.add_request([5], max_tokens=3), timeout=10).generated_tokens) == 3
+
+
 def test_two_managers_of_one_model_take_turns(model: Any) -> None:
     prompts = [[i + 3] * 5 for i in range(10)]
     expected = [reference(model, p, 6).tokens for p in prompts]

@@ -25,6 +25,8 @@ _OTHER_FIELDS = ("id", "max_new_tokens")
 
 Result = dict[str, Any]
 
+_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large: neighbouring seeds share no line's seed
+
 
 @dataclass(frozen=True)
 class PromptLine:
@@ -42,22 +44,31 @@ class PromptLine:
 
     @property
     def digest(self) -> str:
-        """Stands for everything that decides the answer."""
+        """Stands for everything that decides the answer, the model included."""
         text = json.dumps(self.fields, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def read_lines(source: Path | TextIO, chat: bool, common: Mapping[str, Any]) -> list[PromptLine]:
+def read_lines(
+    source: Path | TextIO, chat: bool, common: Mapping[str, Any], seed: int | None = None
+) -> list[PromptLine]:
     """Read a prompt file; blank lines are skipped. A line that makes no sense becomes one with an error.
 
     Args:
         source: a path, or an open text file.
         chat: plain text is a user's message and not a bare prompt.
         common: settings for lines that do not bring their own.
+        seed: with a line's index it makes the line's own, so that each line's samples differ, yet stay the same
+            whatever else is run; None: at random.
     """
-    text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source.read()
+    try:
+        text = source.read_text(encoding="utf-8-sig") if isinstance(source, Path) else source.read()
+    except UnicodeDecodeError as error:
+        name = source if isinstance(source, Path) else "standard input"
+        raise InvalidValueError(f"{name} is not utf-8 text: {error.reason} at byte {error.start}") from error
     lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
-    return [_parse_line(index, line, chat, common) for index, line in enumerate(lines)]
+    seeds = [{} if seed is None else {"seed": (seed * _SEED_STRIDE + index) % 2**64} for index in range(len(lines))]
+    return [_parse_line(i, line, chat, {**common, **seeds[i]}) for i, line in enumerate(lines)]
 
 
 def _parse_line(index: int, line: str, chat: bool, common: Mapping[str, Any]) -> PromptLine:
@@ -65,7 +76,7 @@ def _parse_line(index: int, line: str, chat: bool, common: Mapping[str, Any]) ->
     if line.lstrip().startswith("{"):
         try:
             fields = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # not JSON; a number or a nesting beyond all reason
             return PromptLine(index, {"line": line}, f"not a JSON object: {error}")
     if isinstance(fields, str):
         fields = {"messages": [{"role": "user", "content": fields}]} if chat else {"prompt": fields}
@@ -107,39 +118,37 @@ def run_lines(
     """
     done = _kept_results(lines, output) if resume and output is not None else {}
     todo = [line for line in lines if line.index not in done]
-    with _open(output, append=bool(done)) as file:
+    if not todo:
+        if output is not None and not done:
+            output.write_text("")
+        return 0
+    # The model first: what it cannot load for must not have cost the file that is there.
+    with LLM(model, continuous_batching_config=config, **load) as llm, _open(output, append=bool(done)) as file:
         writer = OrderedWriter(file, [line.index for line in todo])
-        interrupted = _answer(todo, model, load, config, writer) if todo else False
+        finished = _answer(todo, llm, writer)
     if done and output is not None:
         _sort_file(output, {**done, **writer.written})
-    if interrupted:
+    if not finished:
         return INTERRUPTED
     return 1 if any(result["error"] is not None for result in writer.written.values()) else 0
 
 
-def _answer(
-    lines: Sequence[PromptLine],
-    model: str,
-    load: Mapping[str, Any],
-    config: ContinuousBatchingConfig,
-    writer: "OrderedWriter",
-) -> bool:
-    """Run the lines and hand each result to the writer as it comes. Returns whether Ctrl-C cut that short."""
+def _answer(lines: Sequence[PromptLine], llm: LLM, writer: "OrderedWriter") -> bool:
+    """Run the lines and hand each result to the writer as it comes. Returns whether all are; Ctrl-C cuts it short."""
     try:
-        with LLM(model, continuous_batching_config=config, **load) as llm:
-            runnable = []
-            for line in lines:
-                try:
-                    runnable.append((line, _make_spec(line, llm.tokenizer)))
-                except InvalidValueError as error:
-                    writer.add(_result(line, None, "", str(error)))
-            for index, output in completed(llm.manager, [spec for _, spec in runnable], show=True):
-                writer.add(_result(runnable[index][0], output, decode(llm.tokenizer, output.generated_tokens)))
+        runnable = []
+        for line in lines:
+            try:
+                runnable.append((line, _make_spec(line, llm.tokenizer)))
+            except InvalidValueError as error:
+                writer.add(_result(line, None, "", str(error)))
+        for index, output in completed(llm.manager, [spec for _, spec in runnable], show=True):
+            writer.add(_result(runnable[index][0], output, decode(llm.tokenizer, output.generated_tokens)))
     except KeyboardInterrupt:
-        return True
+        return False
     finally:
         writer.finish()
-    return False
+    return True
 
 
 def _make_spec(line: PromptLine, tokenizer: Any) -> RequestSpec:
@@ -194,7 +203,7 @@ class OrderedWriter:
             self._write(self._early.pop(index))
 
     def _write(self, result: Result) -> None:
-        self._file.write(json.dumps(result, ensure_ascii=False) + "\n")
+        self._file.write(_dump(result))
         self._file.flush()
         self.written[result["index"]] = result
 
@@ -205,24 +214,29 @@ def _kept_results(lines: Sequence[PromptLine], output: Path) -> dict[int, Result
         return {}
     digests = {line.index: line.digest for line in lines}
     kept = {}
-    for text in output.read_text(encoding="utf-8").splitlines():
+    # Not splitlines(), which also splits at characters that may stand inside a line. A torn line need not be text.
+    for text in output.read_text(encoding="utf-8", errors="replace").split("\n"):
         try:
             result = json.loads(text)
-        except json.JSONDecodeError:
+        except ValueError:
             continue  # the run was killed while it wrote this line
         if not isinstance(result, dict) or result.get("error") is not None:
             continue
         index, digest = result.get("index"), result.get("digest")
-        if index in digests and digests[index] == digest:
+        if isinstance(index, int) and digests.get(index) == digest:
             kept[index] = result
     return kept
+
+
+def _dump(result: Result) -> str:
+    """One line of JSON; half a character, which an id may hold, becomes an escape."""
+    return json.dumps(result, ensure_ascii=False).encode("utf-8", "backslashreplace").decode() + "\n"
 
 
 def _sort_file(output: Path, results: Mapping[int, Result]) -> None:
     """Put a file that was appended to in input order, all at once."""
     sorted_path = output.with_name(output.name + ".sorted")
-    text = "".join(json.dumps(results[index], ensure_ascii=False) + "\n" for index in sorted(results))
-    sorted_path.write_text(text, encoding="utf-8")
+    sorted_path.write_text("".join(_dump(results[index]) for index in sorted(results)), encoding="utf-8")
     os.replace(sorted_path, output)
 
 

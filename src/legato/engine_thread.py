@@ -71,15 +71,19 @@ class EngineThread:
         """See `ContinuousBatchingManager.stop`."""
         with self._turn:
             thread = self._thread
-            if thread is None:
-                self._stop_unstarted()
+            if thread is None and self._state is not _State.NEW:
                 return
             if block and not hard_stop and threading.get_ident() in self._paused_by:
                 raise ManagerStateError("stop() inside pause() would wait for ever; use hard_stop=True or block=False")
-            if self._state in (_State.RUNNING, _State.STOPPING):
+            if thread is None:
+                self._state = _State.STOPPED  # before it ever ran
+                outputs = self._fail_unfinished(self._live_engine())
+            elif self._state in (_State.RUNNING, _State.STOPPING):
                 self._state = _State.HARD_STOPPING if hard_stop else _State.STOPPING
                 self._turn.notify_all()
-        if block and thread is not threading.current_thread():
+        if thread is None:
+            self._router.publish(outputs)
+        elif block and thread is not threading.current_thread():
             thread.join(timeout)
             if thread.is_alive():
                 logger.warning("the manager is still finishing after timeout=%s seconds", timeout)
@@ -174,11 +178,6 @@ class EngineThread:
             raise EngineError(str(self._failure)) from self._failure.__cause__
         return self._engine
 
-    def _stop_unstarted(self) -> None:
-        if self._state is _State.NEW and self._engine is not None:
-            self._state = _State.STOPPED
-            self._router.publish(self._fail_unfinished(self._engine))
-
     def _stop_at_exit(self) -> None:
         self.stop(block=True, timeout=None, hard_stop=True)
 
@@ -221,7 +220,7 @@ class EngineThread:
                 self._turn.notify_all()
 
     def _fail_unfinished(self, engine: Engine) -> list[GenerationOutput]:
-        outputs = engine.fail_all(HARD_STOP_ERROR)
+        outputs = engine.cancel_all(HARD_STOP_ERROR)
         self._end_turn(outputs)
         return outputs
 

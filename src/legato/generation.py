@@ -1,6 +1,5 @@
 """From transformers' `GenerationConfig` and a caller's arguments to requests."""
 
-import logging
 import random
 import time
 from collections.abc import Mapping
@@ -12,8 +11,6 @@ from transformers import GenerationConfig
 from legato.checks import check_bool, check_int, optional_token_ids, refuse, token_ids
 from legato.errors import InvalidValueError
 from legato.request import MAX_SEED, Request, RequestSpec, SamplingParams
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_NEW_TOKENS = 20  # what `model.generate` does when told nothing
 
@@ -70,6 +67,7 @@ class GenerationDefaults:
         eos_token_ids: end-of-sequence tokens.
         max_new_tokens: new tokens; None: by `max_length`.
         max_length: prompt and answer together; None: 20 new tokens.
+        dropped: settings that ask for logits processors which do not exist here.
     """
 
     do_sample: bool
@@ -77,6 +75,7 @@ class GenerationDefaults:
     eos_token_ids: tuple[int, ...]
     max_new_tokens: int | None
     max_length: int | None
+    dropped: tuple[str, ...]
 
     def new_tokens(self, prompt_length: int) -> int:
         """New tokens after a prompt; under 1 when `max_length` leaves no room for any."""
@@ -85,12 +84,11 @@ class GenerationDefaults:
         return DEFAULT_NEW_TOKENS if self.max_length is None else self.max_length - prompt_length
 
     @classmethod
-    def of(cls, model: Any, config: GenerationConfig | None, drop_unsupported: bool) -> "GenerationDefaults":
+    def of(cls, model: Any, config: GenerationConfig | None) -> "GenerationDefaults":
         """Merge as `model.generate` does: what `config` leaves open is as the model's own generation config says.
 
         Raises:
-            InvalidValueError: a value out of range, a setting that cannot be honoured, or, unless `drop_unsupported`, a
-                logits processor that does not exist here.
+            InvalidValueError: a value out of range, or a setting that cannot be honoured.
         """
         if config is not None and not isinstance(config, GenerationConfig):
             raise refuse("generation_config", config, "a transformers GenerationConfig or None")
@@ -101,7 +99,6 @@ class GenerationDefaults:
             return next((v for v in found if v is not None), default)
 
         _refuse_unsupported({name: value(name, None) for name in _NOT_SUPPORTED})
-        _drop_processors({name: value(name, None) for name in _PROCESSORS}, drop_unsupported)
         max_new_tokens = value("max_new_tokens", None)
         check_int("max_new_tokens", max_new_tokens, 1, optional=True)
         return cls(
@@ -112,6 +109,7 @@ class GenerationDefaults:
             eos_token_ids=tuple(optional_token_ids("eos_token_id", value("eos_token_id", None))),
             max_new_tokens=max_new_tokens,
             max_length=value("max_length", None),
+            dropped=tuple(name for name, neutral in _PROCESSORS.items() if value(name, None) not in (None, *neutral)),
         )
 
 
@@ -119,16 +117,6 @@ def _refuse_unsupported(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if value is not None and value not in _NOT_SUPPORTED[name]:
             raise InvalidValueError(f"{name}={value!r} is not supported by continuous batching here")
-
-
-def _drop_processors(values: Mapping[str, Any], drop: bool) -> None:
-    asked = [name for name, value in values.items() if value is not None and value not in _PROCESSORS[name]]
-    if asked and not drop:
-        raise InvalidValueError(
-            f"no logits processor for {', '.join(asked)} exists here; drop_unsupported_processors=True leaves it out"
-        )
-    if asked:
-        logger.warning("dropped, as no logits processor for them exists here: %s", ", ".join(asked))
 
 
 class RequestFactory:
@@ -165,7 +153,7 @@ class RequestFactory:
             request_id=request_id,
             prompt_ids=prompt,
             params=params,
-            max_new_tokens=self._new_tokens(defaults, len(prompt), spec.max_new_tokens),
+            max_new_tokens=self._new_tokens(defaults, len(prompt), spec.max_new_tokens, params.max_tokens),
             stop_token_ids=stops,
             seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
             streaming=spec.streaming,
@@ -204,10 +192,12 @@ class RequestFactory:
             )
         return prompt
 
-    def _new_tokens(self, defaults: GenerationDefaults, prompt_length: int, max_new_tokens: int | None) -> int:
+    def _new_tokens(
+        self, defaults: GenerationDefaults, prompt_length: int, max_new_tokens: int | None, max_tokens: int | None
+    ) -> int:
         """New tokens to generate at most; the model's own length limit ends a request early, the cache's refuses it."""
         check_int("max_new_tokens", max_new_tokens, 1, optional=True)
-        wanted = max_new_tokens or defaults.new_tokens(prompt_length)
+        wanted = max_new_tokens or max_tokens or defaults.new_tokens(prompt_length)
         if wanted < 1:
             raise InvalidValueError(
                 f"input_ids has {prompt_length} tokens: max_length={defaults.max_length} allows fewer"

@@ -1,5 +1,6 @@
 """`LLM`: text in, text out."""
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -7,7 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from legato.config import ContinuousBatchingConfig
-from legato.errors import InvalidValueError
+from legato.errors import InvalidValueError, ManagerStateError
 from legato.manager import ContinuousBatchingManager
 from legato.model_api import enable
 from legato.models import load_model, load_tokenizer
@@ -42,14 +43,14 @@ class LLM:
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         **load: Any,
     ) -> None:
-        if tokenizer is None and not isinstance(model, str):
-            raise InvalidValueError("tokenizer=None is not allowed with a loaded model: give its tokenizer")
-        if isinstance(model, str) or tokenizer is None:
+        if isinstance(model, str | os.PathLike):
             tokenizer = model if tokenizer is None else tokenizer
             model = load_model(model, **default_dtype(load))
+        elif tokenizer is None:
+            raise InvalidValueError("tokenizer=None is not allowed with a loaded model: give its tokenizer")
         elif load:
             raise InvalidValueError(f"{sorted(load)[0]} is not allowed with a model that is loaded already")
-        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str) else tokenizer
+        self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
         self.model = enable(model)
         self._config = continuous_batching_config
         self._manager: ContinuousBatchingManager | None = None
@@ -98,6 +99,7 @@ class LLM:
 
         Raises:
             InvalidValueError: the prompt can never be served.
+            ManagerStateError: stopped before the end.
             EngineError: the engine failed; `__cause__` is why.
         """
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
@@ -147,7 +149,8 @@ class LLM:
         with closing(self.manager.as_completed([spec])) as outputs:
             for _, output in outputs:
                 if output.error is not None:
-                    raise InvalidValueError(output.error)
+                    kind = InvalidValueError if output.finish_reason == "error" else ManagerStateError
+                    raise kind(output.error)
                 piece = decoder.push(output.generated_tokens[seen:])
                 seen = len(output.generated_tokens)
                 if piece:
@@ -157,7 +160,7 @@ class LLM:
 
     def _spec(self, input_ids: Sequence[int], params: SamplingParams | None, streaming: bool = False) -> RequestSpec:
         sampling = {} if params is None else asdict(params)
-        max_tokens = sampling.pop("max_tokens", None) or self._default_max_tokens
+        max_tokens = sampling.get("max_tokens") or self._default_max_tokens
         return RequestSpec(input_ids, max_tokens, streaming=streaming, sampling=sampling)
 
     @property

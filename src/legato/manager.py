@@ -116,8 +116,8 @@ class ContinuousBatchingManager:
             yield
 
     @contextmanager
-    def session(self, block: bool = True, timeout: float | None = None, destroy: bool = True) -> Iterator[None]:
-        """Started inside, stopped (and destroyed) after. An exception inside stops it hard.
+    def session(self, block: bool = True, timeout: float | None = None) -> Iterator[None]:
+        """Started inside, stopped after; an exception inside stops it hard.
 
         `for output in manager` in the thread that opened the session ends when all that was accepted has been handed
         out: that thread is the one that would stop the manager.
@@ -132,8 +132,6 @@ class ContinuousBatchingManager:
             raise
         finally:
             self._session_thread = None
-            if destroy and (block or not self.is_running()):
-                self.destroy()
 
     # Requests in
 
@@ -311,7 +309,15 @@ class ContinuousBatchingManager:
     # Helpers
 
     def _read_defaults(self, config: GenerationConfig | None) -> GenerationDefaults:
-        return GenerationDefaults.of(self._model, config, self.config.drop_unsupported_processors)
+        defaults = GenerationDefaults.of(self._model, config)
+        dropped = ", ".join(defaults.dropped)
+        if dropped and not self.config.drop_unsupported_processors:
+            raise InvalidValueError(
+                f"no logits processor for {dropped} exists here; drop_unsupported_processors=True leaves it out"
+            )
+        if dropped:
+            logger.warning("dropped, as no logits processor for them exists here: %s", dropped)
+        return defaults
 
     def _new_ids(self, count: int) -> list[str]:
         fresh = (i for i in map("req_{}".format, self._id_numbers) if not self._router.knows(i))

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+import os
 import threading
 import types
 import warnings
@@ -46,7 +47,7 @@ class AutoModelForCausalLM:
     """transformers' class of that name, with Legato's methods on the models it returns."""
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path: str, *args: Any, **kwargs: Any) -> Any:
+    def from_pretrained(cls, pretrained_model_name_or_path: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
         """Load a model as transformers does; an alias of `legato pull` or a `.gguf` file will also do."""
         return enable(load_model(pretrained_model_name_or_path, *args, **kwargs))
 
@@ -95,10 +96,16 @@ def continuous_batching_context_manager(
     manager = _take_persistent(self, generation_config, continuous_batching_config)
     if manager is None:
         manager = init_continuous_batching(self, generation_config, continuous_batching_config, workload_hints)
-    if persistent_manager:
+    try:
+        with manager.session(block, timeout):
+            yield manager
+    except BaseException:
+        manager.destroy()
+        raise
+    if persistent_manager and self._legato.manager is None:
         self._legato.manager = manager
-    with manager.session(block, timeout, destroy=not persistent_manager):
-        yield manager
+    elif block or not manager.is_running():
+        manager.destroy()
 
 
 def generate_batch(
@@ -178,20 +185,18 @@ def _with_overrides(config: GenerationConfig | None, overrides: dict[str, Any]) 
 
 def _hints(model: Any, inputs: Sequence[Sequence[int]], config: GenerationConfig | None) -> WorkloadHints:
     longest = max(1, *(len(ids) for ids in inputs))
-    new_tokens = GenerationDefaults.of(model, config, drop_unsupported=True).new_tokens(longest)
-    return WorkloadHints(longest, max(1, new_tokens), len(inputs))
+    return WorkloadHints(longest, max(1, GenerationDefaults.of(model, config).new_tokens(longest)), len(inputs))
 
 
 def _take_persistent(
     model: Any, generation_config: GenerationConfig | None, config: ContinuousBatchingConfig | None
 ) -> ContinuousBatchingManager | None:
-    """The model's idle persistent manager if its settings are those asked for; one with other settings is destroyed."""
-    manager = model._legato.manager
-    if manager is None or manager.is_running():
+    """Take the persistent manager off the model, if its settings are those asked for; one with others is destroyed."""
+    manager, model._legato.manager = model._legato.manager, None
+    if manager is None:
         return None
     if manager.config != ContinuousBatchingConfig.convert(config):
         manager.destroy()
-        model._legato.manager = None
         return None
     manager.use_generation_config(generation_config)
     return manager

@@ -54,6 +54,7 @@ class SamplingParams:
         check_int("max_tokens", self.max_tokens, 1, optional=True)
         check_int("seed", self.seed, 0, MAX_SEED, optional=True)
         check_bool("ignore_eos", self.ignore_eos)
+        object.__setattr__(self, "top_k", max(self.top_k or 0, 0))
         stop_token_ids = tuple(optional_token_ids("stop_token_ids", self.stop_token_ids))
         object.__setattr__(self, "stop_token_ids", stop_token_ids)
 

@@ -6,7 +6,7 @@ import threading
 import time
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 from legato.errors import EngineError, InvalidValueError
@@ -176,8 +176,16 @@ class OutputRouter:
         with self._changed:
             self._listeners.discard(listener)
 
-    def _waiting_for(self, request_id: str | None) -> "_Waiting":
-        return _Waiting(self, request_id)
+    @contextmanager
+    def _waiting_for(self, request_id: str | None) -> Iterator[None]:
+        if request_id is None:
+            yield
+            return
+        self.reserve(request_id)
+        try:
+            yield
+        finally:
+            self.release(request_id)
 
     def _poll(self, request_id: str | None, until_idle: bool) -> Polled:
         if request_id is not None:
@@ -200,22 +208,6 @@ class OutputRouter:
         if not keys:
             del self._stored_of[output.request_id]
         return output
-
-
-@dataclass(slots=True)
-class _Waiting:
-    """While it is entered, a request's outputs are reserved; None reserves nothing. The router's lock is held."""
-
-    router: OutputRouter
-    request_id: str | None
-
-    def __enter__(self) -> None:
-        if self.request_id is not None:
-            self.router.reserve(self.request_id)
-
-    def __exit__(self, *_: object) -> None:
-        if self.request_id is not None:
-            self.router.release(self.request_id)
 
 
 class OutputIterator(Iterator[GenerationOutput], AsyncIterator[GenerationOutput]):

@@ -3,13 +3,21 @@
 from collections.abc import Sequence
 from typing import Any
 
+from jinja2 import TemplateError
+
 from legato.errors import InvalidValueError
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a prompt, with whatever the tokenizer puts in front of every text."""
+    """Token ids of a prompt, with whatever the tokenizer puts in front of every text.
+
+    Raises:
+        InvalidValueError: the text holds half of a character.
+    """
+    if any("\ud800" <= character <= "\udfff" for character in text):
+        raise InvalidValueError("the prompt is not Unicode text: it holds a lone surrogate")
     return list(tokenizer(text)["input_ids"])
 
 
@@ -25,11 +33,7 @@ def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
         raise InvalidValueError(f"messages={messages!r} is not allowed: it must be dicts with role and content")
     try:
         encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
-    except (TypeError, ValueError, KeyError) as error:
-        raise InvalidValueError(f"the chat template refuses the messages: {error}") from error
-    except Exception as error:
-        if type(error).__module__.partition(".")[0] != "jinja2":
-            raise
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise InvalidValueError(f"the chat template refuses the messages: {error}") from error
     return list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
 
@@ -42,7 +46,8 @@ def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
 class IncrementalDecoder:
     """Text piece by piece as tokens come; the pieces together are what `decode` gives for all of them.
 
-    A piece is held back while it ends inside a character. Only the tokens since the last piece are decoded, together
+    A piece is held back while it ends inside a character, or inside a run of byte tokens (`<0xE2>`, as SentencePiece
+    falls back to), which is text only if all of it is. Only the tokens since the last piece are decoded, together
     with those of the piece before, which tell the tokenizer whether a space is due.
     """
 
@@ -51,12 +56,14 @@ class IncrementalDecoder:
         self._token_ids: list[int] = []
         self._context = 0  # tokens from here on are decoded
         self._given = 0  # tokens before this are in the pieces already
+        bytes_as_ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+        self._byte_ids = set(bytes_as_ids) - {None, getattr(tokenizer, "unk_token_id", None)}
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that the new tokens complete, perhaps none."""
         self._token_ids += token_ids
         piece = self._pending()
-        if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}"):
+        if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}") or self._ends_in_bytes():
             return ""
         self._context, self._given = self._given, len(self._token_ids)
         return piece
@@ -66,6 +73,16 @@ class IncrementalDecoder:
         piece = self._pending()
         self._context = self._given = len(self._token_ids)
         return piece
+
+    def _ends_in_bytes(self) -> bool:
+        if not self._byte_ids:
+            return False
+        for token_id in reversed(self._token_ids[self._given :]):
+            if token_id in self._byte_ids:
+                return True
+            if decode(self._tokenizer, [token_id]):  # special tokens are left out, and do not end a run
+                return False
+        return False
 
     def _pending(self) -> str:
         given = decode(self._tokenizer, self._token_ids[self._context : self._given])

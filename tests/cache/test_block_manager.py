@@ -7,7 +7,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from legato.cache.allocator import PADDING_BLOCK, padding_write_block
+from legato.cache.allocator import PADDING_BLOCK
 from legato.cache.block_manager import BlockManager
 from legato.cache.pool import ChunkLayout, ChunkPool, chunks_for_blocks
 from tests.cache.accounts import LAYOUTS, NUM_RESERVED, Accounts
@@ -242,9 +242,3 @@ def test_sliding_layers_alone_take_requests_of_any_length() -> None:
 def test_a_pool_needs_a_chunk_to_give() -> None:
     with pytest.raises(ValueError, match=r"num_chunks=2 .*at least 3"):
         ChunkPool(NUM_RESERVED)
-
-
-@pytest.mark.parametrize("per_chunk", [1, 2, 5])
-def test_padding_is_written_to_the_second_reserved_chunk_only(per_chunk: int) -> None:
-    assert padding_write_block(per_chunk) // per_chunk == 1
-    assert PADDING_BLOCK // per_chunk == 0

@@ -1,6 +1,5 @@
 """Scheduler and engine, driven with a toy runner whose tokens betray every wrong block, slot, position or stale row."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 
@@ -112,11 +111,12 @@ class CheckedScheduler(Scheduler):
         num_tokens = len(next(iter(self.waiting.values())).tokens)
         assert not accounts.fits(self.blocks.wanted(num_tokens, min(num_tokens, left)))
 
-    def find_victims(self, plan: StepPlan) -> Iterator[Request]:
+    def make_room(self, plan: StepPlan) -> list[Request]:
         assert plan is self.plan
-        yield from super().find_victims(plan)
+        preempted = super().make_room(plan)
         stalled = self._stalled()
         assert not stalled or len(self.running) == 1 or self._can_go_on(stalled)
+        return preempted
 
     def preempt(self, request: Request) -> None:
         stalled = self._stalled()
@@ -511,17 +511,17 @@ class FailingRunner:
         return StepResult([7] * len(batch.logits_indices), None)
 
 
-def test_fail_all_ends_running_waiting_and_just_submitted_requests() -> None:
+def test_cancel_all_ends_running_waiting_and_just_submitted_requests() -> None:
     setup = Setup.of(LAYOUTS["2 full, 3 sliding"], 9, max_requests_per_batch=2, runner=FailingRunner())
     setup.submit(*(make_request(str(i), 3, 9) for i in range(3)))
     assert setup.engine.step() == []
     with pytest.raises(RuntimeError, match="out of luck"):
         setup.engine.step()
     setup.submit(make_request("3", 3, 9))
-    outputs = setup.engine.fail_all("RuntimeError: out of luck")
+    outputs = setup.engine.cancel_all("RuntimeError: out of luck")
     assert [output.request_id for output in outputs] == ["0", "1", "2", "3"]
     assert {(o.status, o.error, o.finish_reason) for o in outputs} == {
-        (RequestStatus.FAILED, "RuntimeError: out of luck", "error")
+        (RequestStatus.FAILED, "RuntimeError: out of luck", "cancelled")
     }
     assert [output.generated_tokens for output in outputs] == [[7], [7], [], []]
     assert [output.logprobs for output in outputs] == [[], [], [], []]

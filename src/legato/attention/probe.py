@@ -20,7 +20,7 @@ def find_attention_groups(model: Any, configs: Sequence[Any]) -> tuple[Attention
         configs: the config objects its attention layers look their implementation up in.
 
     Returns:
-        At most one full and one group for each sliding window, full first.
+        One for each window and shape of K and V, full attention first.
 
     Raises:
         UnsupportedModelError: the model's attention is not all in one plain call of the attention interface a layer.
@@ -38,6 +38,8 @@ def find_attention_groups(model: Any, configs: Sequence[Any]) -> tuple[Attention
     with torch.no_grad(), attention_implementation(configs, IMPLEMENTATION):
         try:
             model(input_ids=ids, position_ids=positions, use_cache=False, paged=record)
+        except torch.OutOfMemoryError:
+            raise
         except (TypeError, ValueError, RuntimeError, KeyError, AttributeError) as error:
             raise _unsupported(model, f"a forward pass over two tokens failed: {error}") from error
     _check_calls(model, calls)

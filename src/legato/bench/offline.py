@@ -4,11 +4,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from transformers import GenerationConfig
 
+from legato.checks import check_int, refuse, token_ids
 from legato.errors import InvalidValueError
-from legato.models import load_model
+from legato.models import load_model, torch_dtype
 
 PEER_NUM_BLOCKS = 1536
 
@@ -29,11 +29,8 @@ def run_offline(
     Raises:
         InvalidValueError: the workload or the type is not of that form.
     """
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise InvalidValueError(f"dtype={dtype!r} is not allowed: it must name a torch type, like float32 or bfloat16")
-    if not workload.get("requests") or not all("prompt_ids" in r for r in workload["requests"]):
-        raise InvalidValueError("workload must be an object with requests, each with prompt_ids and max_new_tokens")
-    model = load_model(model_name, dtype=getattr(torch, dtype)).eval()
+    check_workload(workload)
+    model = load_model(model_name, dtype=torch_dtype(dtype)).eval()
     generation = GenerationConfig(max_new_tokens=256, do_sample=False, eos_token_id=-1, pad_token_id=0)
     tokens, seconds = ENGINES[engine](model, generation, workload["requests"], page_size, max_batch_tokens)
     return {
@@ -44,6 +41,19 @@ def run_offline(
         "seconds": round(seconds, 3),
         "tokens_per_second": round(tokens / seconds, 1),
     }
+
+
+def check_workload(workload: Any) -> None:
+    """Raises `InvalidValueError` for anything that is not of the form `run_offline` takes."""
+    requests = workload.get("requests") if isinstance(workload, dict) else None
+    if not isinstance(requests, list) or not requests or not isinstance(workload.get("name"), str):
+        raise InvalidValueError("the workload must be an object with a name and a list of requests")
+    for request in requests:
+        if not isinstance(request, dict) or not {"prompt_ids", "max_new_tokens"} <= set(request):
+            raise refuse("requests", request, "objects with prompt_ids and max_new_tokens")
+        check_int("max_new_tokens", request["max_new_tokens"], 1)
+        if not token_ids("prompt_ids", request["prompt_ids"]):
+            raise refuse("prompt_ids", [], "at least 1 token id")
 
 
 def _run_legato(

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from legato.cache.pool import RESERVED_CHUNKS, ChunkPool
+from legato.cache.pool import ChunkPool
 
 PADDING_BLOCK = 0  # lies in the chunk for padding reads, whatever the attention type
 
@@ -107,8 +107,3 @@ class BlockAllocator:
             del self._free_in_chunk[chunk]
             self._num_free_in_chunks -= self.blocks_per_chunk
             self._pool.give_back(chunk)
-
-
-def padding_write_block(blocks_per_chunk: int) -> int:
-    """The first block of the chunk for padding writes."""
-    return (RESERVED_CHUNKS - 1) * blocks_per_chunk

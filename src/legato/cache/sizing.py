@@ -97,10 +97,11 @@ def resolve_size(
     num_blocks = config.num_blocks or max(1, min(fitting, useful))
     if num_blocks > fitting:
         needed = step_bytes + num_blocks * block_bytes
+        advice = f"num_blocks={fitting} would fit" if fitting else "a smaller max_batch_tokens or page_size may fit"
         raise OutOfCacheMemoryError(
             f"num_blocks={num_blocks} of page_size={page_size} with max_batch_tokens={batch_tokens} and "
             f"max_requests_per_batch={requests} needs {needed >> 20} MiB, but only {max(budget, 0) >> 20} MiB may be "
-            f"used: num_blocks={fitting} would fit"
+            f"used: {advice}"
         )
     num_chunks = RESERVED_CHUNKS + chunks_for_blocks(num_blocks, shape.groups, page_size)
     return CacheSize(page_size, num_blocks, num_chunks, batch_tokens, requests, safety_margin)

@@ -70,7 +70,7 @@ def main() -> None:
     """Runs the command line; an error that Legato raises on purpose becomes one line on stderr."""
     try:
         app()
-    except (LegatoError, ValueError) as error:
+    except (LegatoError, ValueError, OSError, NotImplementedError) as error:
         logger.debug("where the error came from", exc_info=True)
         print(f"legato: error: {' '.join(str(error).split())}", file=sys.stderr)
         # A RuntimeError is a failure on the way (network, engine); the others: what was asked cannot work.

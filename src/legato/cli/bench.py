@@ -3,7 +3,7 @@
 import json
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
@@ -47,7 +47,7 @@ def offline(
 
     quiet_libraries_when_piped()
     requests = json.loads(workload.read_text())
-    result: dict[str, Any] = run_offline(engine.value, model, requests, dtype, page_size, max_batch_tokens)
+    result = run_offline(engine.value, model, requests, dtype, page_size, max_batch_tokens)
     print(json.dumps(result))
 
 

@@ -51,6 +51,7 @@ def generate(
     from legato.batch_file import read_lines, run_lines
     from legato.cli.terminal import quiet_libraries_when_piped
     from legato.config import ContinuousBatchingConfig
+    from legato.models import torch_dtype
 
     if resume and output is None:
         raise typer.BadParameter("needs --output: there is nothing to resume on standard output", param_hint="--resume")
@@ -60,9 +61,9 @@ def generate(
         num_blocks=num_blocks,
         max_batch_tokens=max_batch_tokens,
         scheduler_type=scheduler,
-        seed=seed,
     )
-    load = {"device_map": device, **({} if dtype is None else {"dtype": dtype})}
-    common = {"max_new_tokens": max_new_tokens, **({} if temperature is None else {"temperature": temperature})}
-    lines = read_lines(sys.stdin if prompts == "-" else Path(prompts), chat, common)
+    load = {"device_map": device, **({} if dtype is None else {"dtype": torch_dtype(dtype)})}
+    settings = {"model": model, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature}
+    common = {name: value for name, value in settings.items() if value is not None}
+    lines = read_lines(sys.stdin if prompts == "-" else Path(prompts), chat, common, seed)
     raise typer.Exit(run_lines(lines, model, load, config, output, resume))

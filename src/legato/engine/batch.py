@@ -13,6 +13,8 @@ from legato.request import Request
 
 IntArray = NDArray[np.int64]
 
+_NO_TOP_K = np.iinfo(np.int64).max  # more than any vocabulary has
+
 
 @dataclass(frozen=True, slots=True)
 class SamplingBatch:
@@ -158,7 +160,7 @@ class BatchBuilder:
         self._rows[request.request_id] = row
         params = request.params
         self._temperature[row] = params.temperature
-        self._top_k[row] = max(params.top_k or 0, 0)
+        self._top_k[row] = min(params.top_k or 0, _NO_TOP_K)
         self._top_p[row] = params.top_p
         self._seed[row] = request.seed
         for copied in self._copied:

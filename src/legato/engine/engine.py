@@ -2,7 +2,6 @@
 
 import time
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -91,18 +90,19 @@ class Engine:
             The final outputs of requests that ended, and a partial one for each streaming request with a new token.
 
         Raises:
-            Exception: whatever the forward pass raised. The engine's state is then undefined but for `fail_all`.
+            Exception: whatever the forward pass raised. The engine's state is then undefined but for `cancel_all`.
         """
         outputs = self._intake()
         plan = self._schedule()
         if plan.chunks:
+            started = time.perf_counter()
             batch = self._builder.build(plan.chunks, self._blocks.tables)
             result = self._runner.run(batch)
-            outputs += self._commit(plan, result)
+            outputs += self._commit(plan, result, started)
         self._record(plan)
         return outputs
 
-    def fail_all(self, error: str, reason: str = "error") -> list[GenerationOutput]:
+    def cancel_all(self, error: str) -> list[GenerationOutput]:
         """End every unfinished request with `error` and free its blocks.
 
         Returns:
@@ -110,7 +110,7 @@ class Engine:
         """
         self._intake_submitted()
         unfinished = [*self._scheduler.running.values(), *self._scheduler.waiting.values()]
-        outputs = [self._end(request, reason, error) for request in unfinished]
+        outputs = [self._end(request, "cancelled", error) for request in unfinished]
         self._record(StepPlan())
         return outputs
 
@@ -132,34 +132,29 @@ class Engine:
         scheduler = self._scheduler
         plan = scheduler.schedule()
         while plan.stalled:
-            preempted = self._preempt(scheduler.find_victims(plan))
+            preempted = scheduler.make_room(plan)
+            if not preempted and not plan.chunks:
+                # Alone, yet short of chunks: its blocks lie scattered, since others that lay between them have left.
+                preempted = plan.stalled
+                scheduler.preempt(*preempted)
+            for request in preempted:
+                self._builder.forget(request.request_id)
+            self._num_preempted += len(preempted)
             if plan.chunks:
                 return plan
-            if not preempted:
-                # Alone, yet short of chunks: its blocks lie scattered, since others that lay between them have left.
-                self._preempt(iter(plan.stalled))
             plan = scheduler.schedule()
         if not plan.chunks and (scheduler.running or scheduler.waiting):
             raise RuntimeError("no request can be scheduled: the cache's accounts are wrong")
         return plan
 
-    def _preempt(self, victims: Iterator[Request]) -> int:
-        count = 0
-        for request in victims:
-            self._scheduler.preempt(request)
-            self._builder.forget(request.request_id)
-            count += 1
-        self._num_preempted += count
-        return count
-
-    def _commit(self, plan: StepPlan, result: StepResult) -> list[GenerationOutput]:
+    def _commit(self, plan: StepPlan, result: StepResult, started: float) -> list[GenerationOutput]:
         outputs = []
         now = time.perf_counter()
         sampled = 0
         for chunk in plan.chunks:
             request = chunk.request
             if request.first_scheduled_time < 0:
-                request.first_scheduled_time = now
+                request.first_scheduled_time = started
             request.num_computed_tokens += chunk.num_tokens
             if request.status is RequestStatus.PREFILLING:
                 self._num_prompt += chunk.num_tokens

@@ -20,21 +20,21 @@ class SchedulingPolicy:
 
 
 def decodes_first(running: Iterable[Request]) -> list[Request]:
-    """Finish what generates before prompts that are still being read."""
-    requests = list(running)
-    prefills = [r for r in requests if r.status is not RequestStatus.DECODING]
-    if not prefills:
-        return requests
-    return [r for r in requests if r.status is RequestStatus.DECODING] + prefills
+    """Finish what generates before prompts that are still being read; else oldest first."""
+    return sorted(running, key=_is_prefilling)
 
 
 def prefills_first(running: Iterable[Request]) -> list[Request]:
-    """Finish chunked prompts before going on generating."""
-    requests = list(running)
-    prefills = [r for r in requests if r.status is not RequestStatus.DECODING]
-    if not prefills:
-        return requests
-    return prefills + [r for r in requests if r.status is RequestStatus.DECODING]
+    """Finish chunked prompts before going on generating; else oldest first."""
+    return sorted(running, key=_is_decoding)
+
+
+def _is_prefilling(request: Request) -> bool:
+    return request.status is not RequestStatus.DECODING
+
+
+def _is_decoding(request: Request) -> bool:
+    return request.status is RequestStatus.DECODING
 
 
 SCHEDULING_POLICIES: dict[str, SchedulingPolicy] = {

@@ -66,11 +66,11 @@ class ReferenceRunner:
                 paged=paged,
                 **extra,
             ).logits[0]
-            if not self._keeps_logits:
-                logits = logits[rows]
-            if not len(rows):
-                return StepResult([], [] if self._with_logprobs else None)
-            return sample(logits.float(), batch.sampling, self._with_logprobs)
+        if not self._keeps_logits:
+            logits = logits[rows]
+        if not len(rows):
+            return StepResult([], [] if self._with_logprobs else None)
+        return sample(logits.float(), batch.sampling, self._with_logprobs)
 
 
 def takes_logits_to_keep(model: Any) -> bool:

@@ -1,7 +1,6 @@
 """Which requests run in the next step, and for how many tokens. No tensors, no model: plain bookkeeping."""
 
 from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from legato.cache.block_manager import BlockManager
@@ -90,17 +89,21 @@ class Scheduler:
         self._admit_waiting(plan)
         return plan
 
-    def find_victims(self, plan: StepPlan) -> Iterator[Request]:
-        """Requests to take out of the cache, one at a time, until the other stalled ones can go on.
+    def make_room(self, plan: StepPlan) -> list[Request]:
+        """Preempt the fewest stalled requests with which the other stalled ones can go on.
 
-        Only stalled requests are named, so never one that `plan` runs; newest first; never the last running one. The
-        caller must preempt each before it asks for the next: what is still lacking is counted anew every time, so
-        no more are named than are needed.
+        Only stalled ones, so never one that `plan` runs; newest first; never the last running one.
+
+        Returns:
+            The preempted.
         """
         left_out = set(plan.stalled)
         stalled = [request for request in self.running.values() if request in left_out]
+        preempted = []
         while stalled and len(self.running) > 1 and not self._can_all_go_on(stalled):
-            yield stalled.pop()
+            preempted.append(stalled.pop())
+            self.preempt(preempted[-1])
+        return preempted
 
     def _can_all_go_on(self, stalled: list[Request]) -> bool:
         lacking = [self._blocks.lacking(r.request_id, r.num_computed_tokens + 1) for r in stalled]

@@ -16,6 +16,7 @@ from legato.models.loading import (
     load_model,
     load_tokenizer,
     resolve,
+    torch_dtype,
 )
 from legato.models.pulling import PullError, catalog_model, pull, pull_model
 
@@ -37,4 +38,5 @@ __all__ = [
     "pull",
     "pull_model",
     "resolve",
+    "torch_dtype",
 ]

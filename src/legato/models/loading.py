@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from legato.checks import refuse
 from legato.errors import LegatoError
 from legato.models.catalog import CATALOG
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 ModelName = str | os.PathLike[str]
@@ -67,6 +69,19 @@ def from_pretrained_kwargs(source: ModelSource, **kwargs: Any) -> dict[str, Any]
     from transformers import GgufConfig
 
     return {"quantization_config": GgufConfig(dequantize=True), "gguf_file": source.gguf_file} | kwargs
+
+
+def torch_dtype(name: str) -> "torch.dtype":
+    """The floating-point type of torch that is called so, for instance "float32".
+
+    Raises `InvalidValueError` for any other name.
+    """
+    import torch
+
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise refuse("dtype", name, "a floating-point type of torch, like float32 or bfloat16")
+    return dtype
 
 
 def load_model(name: ModelName, *args: Any, **kwargs: Any) -> "PreTrainedModel":
