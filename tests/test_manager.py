@@ -465,6 +465,26 @@ def test_a_handler_registered_late_gets_what_is_stored(manager: ContinuousBatchi
     assert manager.get_result("h") is None
 
 
+def test_what_a_consumer_does_to_an_output_stays_there(manager: ContinuousBatchingManager) -> None:
+    manager.start()
+    manager.add_request([5, 6], "s", streaming=True)
+    for chunk in manager.request_id_iter("s"):
+        chunk.prompt_ids += chunk.generated_tokens
+        chunk.generated_tokens.clear()
+    assert len(manager.get_result(manager.add_request([5]), timeout=10).generated_tokens) == 6
+    assert manager.is_running()
+
+
+def test_a_handler_that_exits_harms_nobody(manager: ContinuousBatchingManager) -> None:
+    def leave(_: GenerationOutput) -> None:
+        raise SystemExit
+
+    manager.add_request([5], "h")
+    manager.register_result_handler("h", leave)
+    manager.start()
+    assert manager.get_result(manager.add_request([5]), timeout=10).status is RequestStatus.FINISHED
+
+
 def test_asyncio(manager: ContinuousBatchingManager) -> None:
     manager.start()
 
@@ -542,6 +562,16 @@ def test_stopping_inside_pause(manager: ContinuousBatchingManager) -> None:
             manager.stop()
         in_thread(lambda: manager.stop(hard_stop=True)).result()
         assert not manager.is_running()
+
+
+def test_starting_where_it_could_only_wait_for_ever(manager: ContinuousBatchingManager) -> None:
+    manager.start()
+    manager.add_request([5], max_new_tokens=LONG)
+    with manager.pause():
+        manager.stop(block=False)
+        with pytest.raises(ManagerStateError, match="wait for ever"):
+            manager.start()
+    manager.stop(hard_stop=True)
 
 
 def test_weights_changed_in_a_pause_are_used_at_once() -> None:
@@ -708,6 +738,38 @@ def test_two_managers_of_one_model_take_turns(model: Any) -> None:
         assert [output.generated_tokens for output in call.result(30).values()] == expected
 
 
+def test_models_that_share_a_config_object() -> None:
+    models = [tiny_llama(), tiny_llama()]
+    models[1].config = models[1].model.config = models[0].config
+    for module in models[1].modules():
+        if hasattr(module, "config"):
+            module.config = models[0].config
+    with torch.no_grad():
+        models[1].lm_head.weight.copy_(models[1].lm_head.weight.flip(0))
+    prompts = [[i + 3] * 5 for i in range(10)]
+    expected = [[reference(model, p, 6).tokens for p in prompts] for model in models]
+    for _ in range(3):
+        calls = [in_thread(lambda m=model: m.generate_batch(prompts, GENERATION, CONFIG)) for model in models]
+        for call, tokens in zip(calls, expected, strict=True):
+            assert [output.generated_tokens for output in call.result(30).values()] == tokens
+    assert models[0].config._attn_implementation == "sdpa"
+
+
+def test_serving_inside_inference_mode(model: Any) -> None:
+    with torch.inference_mode():
+        (output,) = model.generate_batch([[5, 6]], GENERATION, CONFIG).values()
+    assert output.generated_tokens == reference(model, [5, 6], 6).tokens
+
+
+def test_a_persistent_manager_notices_that_the_model_was_cast() -> None:
+    model = tiny_llama()
+    model.generate_batch([[5]], GENERATION, CONFIG, persistent_manager=True)
+    model.to(torch.bfloat16)
+    (output,) = model.generate_batch([[5]], GENERATION, CONFIG, persistent_manager=True).values()
+    assert output.status is RequestStatus.FINISHED
+    model._legato.manager.destroy()
+
+
 def test_config_inside_the_generation_config_still_works(model: Any) -> None:
     generation = GenerationConfig(max_new_tokens=2)
     generation.continuous_batching_config = ContinuousBatchingConfig(page_size=4, num_blocks=7)
@@ -735,7 +797,7 @@ def test_copies_and_pickles_of_a_served_model_work(tmp_path: Any) -> None:
     model = tiny_llama()
     model.generate_batch([[5]], GENERATION, CONFIG, persistent_manager=True)
     twin = copy.deepcopy(model)
-    assert twin._legato.manager is None and twin._legato.lock is not model._legato.lock
+    assert twin._legato.manager is None
     with torch.no_grad():
         twin.lm_head.weight.copy_(twin.lm_head.weight.flip(0))
     (output,) = twin.generate_batch([[5, 6]], GENERATION, CONFIG).values()

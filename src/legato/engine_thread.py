@@ -54,6 +54,9 @@ class EngineThread:
     def start(self) -> None:
         """See `ContinuousBatchingManager.start`."""
         with self._turn:
+            stopping = self._state in (_State.STOPPING, _State.HARD_STOPPING)
+            if stopping and (self._thread is threading.current_thread() or threading.get_ident() in self._paused_by):
+                raise ManagerStateError("start() here would wait for ever for the stop under way to end")
             while self._state in (_State.STOPPING, _State.HARD_STOPPING):
                 self._turn.wait()
             if self._state is _State.RUNNING:
@@ -106,15 +109,16 @@ class EngineThread:
         """See `ContinuousBatchingManager.pause`."""
         if threading.current_thread() is self._thread:
             raise ManagerStateError("pause() from a result handler would wait for itself")
+        ident = threading.get_ident()  # a generator may be left by another thread than entered it
         with self._turn:
-            self._paused_by.append(threading.get_ident())
+            self._paused_by.append(ident)
             while self._stepping:
                 self._turn.wait()
         try:
             yield
         finally:
             with self._turn:
-                self._paused_by.remove(threading.get_ident())
+                self._paused_by.remove(ident)
                 self._turn.notify_all()
 
     def accepts(self, num_requests: int) -> bool:

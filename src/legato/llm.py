@@ -1,6 +1,7 @@
 """`LLM`: text in, text out."""
 
 import os
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict
@@ -54,6 +55,7 @@ class LLM:
         self.model = enable(model)
         self._config = continuous_batching_config
         self._manager: ContinuousBatchingManager | None = None
+        self._making = threading.Lock()  # several threads may be the first
 
     def generate(
         self,
@@ -108,10 +110,11 @@ class LLM:
 
     def close(self) -> None:
         """Stop at once and free the cache. The next call starts anew."""
-        if self._manager is not None:
-            self._manager.stop(hard_stop=True)
-            self._manager.destroy()
-            self._manager = None
+        with self._making:
+            manager, self._manager = self._manager, None
+        if manager is not None:
+            manager.stop(hard_stop=True)
+            manager.destroy()
 
     def __enter__(self) -> "LLM":
         return self
@@ -124,10 +127,11 @@ class LLM:
     @property
     def manager(self) -> ContinuousBatchingManager:
         """The running manager behind this object."""
-        if self._manager is None:
-            self._manager = self.model.init_continuous_batching(continuous_batching_config=self._config)
-            self._manager.start()
-        return self._manager
+        with self._making:
+            if self._manager is None:
+                self._manager = self.model.init_continuous_batching(continuous_batching_config=self._config)
+                self._manager.start()
+            return self._manager
 
     def _run(
         self,

@@ -34,7 +34,6 @@ class ContinuousBatchingManager:
         generation_config: what requests do unless they say otherwise; None: the model's own.
         continuous_batching_config: memory and scheduling; None: defaults.
         workload_hints: what is known of the requests to come.
-        lock: shared by all managers of this model, so that they take turns; None: there is only this one.
 
     Raises:
         ValueError: a setting that cannot work.
@@ -49,15 +48,12 @@ class ContinuousBatchingManager:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
-        lock: "threading.Lock | None" = None,
     ) -> None:
         self.config = replace(ContinuousBatchingConfig.convert(continuous_batching_config))  # checked once more
         self.config.require_implemented()
         self._model = model
         self._defaults = self._read_defaults(generation_config)
-        engine, self._facts = assemble(
-            model, self.config, workload_hints or WorkloadHints(), self._defaults.do_sample, lock or threading.Lock()
-        )
+        engine, self._facts = assemble(model, self.config, workload_hints or WorkloadHints(), self._defaults.do_sample)
         self._factory = RequestFactory(
             self._facts.shape.vocab_size,
             self._facts.shape.max_length,
@@ -75,7 +71,7 @@ class ContinuousBatchingManager:
         """Start the background thread. Works again after `stop()`; does nothing while running.
 
         Raises:
-            ManagerStateError: the manager was destroyed.
+            ManagerStateError: the manager was destroyed, or is stopping and waits for the calling thread.
             EngineError: the engine has failed.
         """
         self._thread.start()
@@ -250,6 +246,11 @@ class ContinuousBatchingManager:
             InvalidValueError: as of the constructor.
         """
         self._defaults = self._read_defaults(generation_config)
+
+    def fits(self, config: ContinuousBatchingConfig) -> bool:
+        """Whether a manager made now with `config` would be like this one; weights may have been cast or moved."""
+        same_weights = (self._model.dtype, self._model.device) == (self._facts.dtype, self._facts.device)
+        return same_weights and self.config == config
 
     # Outputs out
 

@@ -3,12 +3,11 @@
 import copy
 import logging
 import os
-import threading
 import types
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from transformers import GenerationConfig
@@ -29,11 +28,9 @@ class ModelState:
     """What Legato keeps on a model. A copy of the model, or a pickle, starts without.
 
     Attributes:
-        lock: held during forward passes, so that several managers of one model take turns.
         manager: the persistent manager, if any.
     """
 
-    lock: threading.Lock = field(default_factory=threading.Lock)
     manager: ContinuousBatchingManager | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ModelState":
@@ -53,7 +50,10 @@ class AutoModelForCausalLM:
 
 
 def enable(model: Any) -> Any:
-    """Put Legato's methods on a model that is already loaded, wrapped by PEFT or a trainer or not, and return it."""
+    """Put Legato's methods on a model that is already loaded, wrapped by PEFT or a trainer or not, and return it.
+
+    A deep copy keeps them; a model that comes out of a pickle does not, and needs `enable` again.
+    """
     if not hasattr(model, "_legato"):
         model._legato = ModelState()
     for method in (generate_batch, init_continuous_batching, continuous_batching_context_manager):
@@ -69,9 +69,7 @@ def init_continuous_batching(
 ) -> ContinuousBatchingManager:
     """A manager for this model, not started. See `ContinuousBatchingManager` for arguments and errors."""
     generation_config, continuous_batching_config = _split_configs(generation_config, continuous_batching_config)
-    return ContinuousBatchingManager(
-        self, generation_config, continuous_batching_config, workload_hints, lock=self._legato.lock
-    )
+    return ContinuousBatchingManager(self, generation_config, continuous_batching_config, workload_hints)
 
 
 @contextmanager
@@ -104,7 +102,7 @@ def continuous_batching_context_manager(
         raise
     if persistent_manager and self._legato.manager is None:
         self._legato.manager = manager
-    elif block or not manager.is_running():
+    elif not manager.is_running():  # else it goes on finishing, as block or timeout asked
         manager.destroy()
 
 
@@ -195,7 +193,7 @@ def _take_persistent(
     manager, model._legato.manager = model._legato.manager, None
     if manager is None:
         return None
-    if manager.config != ContinuousBatchingConfig.convert(config):
+    if not manager.fits(ContinuousBatchingConfig.convert(config)):
         manager.destroy()
         return None
     manager.use_generation_config(generation_config)

@@ -167,7 +167,7 @@ class Request:
         """A snapshot that later steps do not change."""
         return GenerationOutput(
             request_id=self.request_id,
-            prompt_ids=self.prompt_ids,
+            prompt_ids=self.prompt_ids.copy(),
             generated_tokens=self.tokens[len(self.prompt_ids) :],
             logprobs=self.logprobs.copy(),
             error=self.error,

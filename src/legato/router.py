@@ -288,5 +288,5 @@ class OutputIterator(Iterator[GenerationOutput], AsyncIterator[GenerationOutput]
 def _call(handler: ResultHandler, output: GenerationOutput) -> None:
     try:
         handler(output)
-    except Exception:
+    except BaseException:  # whatever it is, it must not end the engine that others wait for
         logger.exception("the result handler of request %s failed", output.request_id)

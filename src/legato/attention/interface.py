@@ -116,10 +116,12 @@ def paged_attention(
     s_aux: Tensor | None = None,
     sliding_window: int | None = None,
     *,
-    paged: Callable[[AttentionCall], Tensor],
+    paged: Callable[[AttentionCall], Tensor] | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
     """The function transformers calls in every attention layer; `paged` computes it, mostly a `PagedAttention`."""
+    if paged is None:
+        raise RuntimeError("the model was called while Legato runs a step on it: do that inside `manager.pause()`")
     if attention_mask is not None:
         others["attention_mask"] = attention_mask
     call = AttentionCall(

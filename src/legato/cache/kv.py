@@ -53,7 +53,8 @@ class KVCache:
     ) -> None:
         chunk_size = ChunkLayout.of(groups, page_size).chunk_size
         # Not zeroed: the operating system hands out memory only as it is touched. Padding reads must find numbers.
-        storage = torch.empty(num_chunks * chunk_size, dtype=dtype, device=device)
+        with torch.inference_mode(False):  # the engine's thread could not write into an inference tensor
+            storage = torch.empty(num_chunks * chunk_size, dtype=dtype, device=device)
         storage[: RESERVED_CHUNKS * chunk_size].zero_()
         self.dtype, self.device = dtype, device
         self.page_size = page_size

@@ -2,9 +2,9 @@
 
 import logging
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
+import torch
 from torch import nn
 
 from legato.attention.interface import BACKENDS
@@ -16,7 +16,7 @@ from legato.config import ContinuousBatchingConfig, WorkloadHints
 from legato.engine.batch import BatchBuilder
 from legato.engine.engine import Engine
 from legato.engine.policy import SCHEDULING_POLICIES
-from legato.engine.runner import ReferenceRunner, attention_configs
+from legato.engine.runner import FORWARD_LOCK, ReferenceRunner, attention_configs
 from legato.engine.scheduler import Scheduler, StepLimits
 from legato.errors import UnsupportedModelError
 
@@ -31,23 +31,25 @@ class EngineFacts:
         shape: of the model.
         size: every figure resolved.
         max_request_tokens: tokens, prompt and answer together, that the cache can hold for one request.
+        dtype, device: of the model's weights then.
         description: all of that in a line.
     """
 
     shape: ModelShape
     size: CacheSize
     max_request_tokens: int
+    dtype: torch.dtype
+    device: torch.device
     description: str
 
 
 def assemble(
-    model: Any, config: ContinuousBatchingConfig, hints: WorkloadHints, samples: bool, lock: Lock
+    model: Any, config: ContinuousBatchingConfig, hints: WorkloadHints, samples: bool
 ) -> tuple[Engine, EngineFacts]:
     """Build cache, scheduler and runner for `model`.
 
     Args:
         samples: whether requests will mostly be sampled, which takes memory.
-        lock: shared by all engines of this model.
 
     Raises:
         UnsupportedModelError: the model cannot be served.
@@ -59,7 +61,7 @@ def assemble(
     if len(devices) != 1:
         raise UnsupportedModelError(f"the model's weights lie on {len(devices)} devices; Legato needs them on one")
     configs = attention_configs(inner)
-    with lock:  # another engine of this model may be in the middle of a step
+    with FORWARD_LOCK:  # another engine may have switched this config in the middle of a step
         backend = inner.config.get_text_config()._attn_implementation or "eager"
         if backend not in BACKENDS:
             raise NotImplementedError(
@@ -72,11 +74,11 @@ def assemble(
     blocks = BlockManager(groups, size.page_size, size.num_chunks)
     limits = StepLimits(size.max_batch_tokens, size.max_requests_per_batch, size.safety_margin)
     scheduler = Scheduler(SCHEDULING_POLICIES[config.scheduler_type], limits, blocks)
-    runner = ReferenceRunner(inner, configs, cache, BACKENDS[backend], config.return_logprobs, lock)
+    runner = ReferenceRunner(inner, configs, cache, BACKENDS[backend], config.return_logprobs)
     engine = Engine(scheduler, blocks, BatchBuilder(size.page_size, len(groups)), runner)
     description = _describe(inner, backend, config, shape, size)
     logger.info("%s", description)
-    return engine, EngineFacts(shape, size, blocks.max_tokens_alone(), description)
+    return engine, EngineFacts(shape, size, blocks.max_tokens_alone(), inner.dtype, inner.device, description)
 
 
 def unwrap(model: Any) -> Any:

@@ -15,6 +15,10 @@ from legato.cache.kv import KVCache
 from legato.engine.batch import Batch, StepResult
 from legato.engine.sampling import sample
 
+# Held while a model's attention is switched to ours. One for the process: the switch is in config objects, which
+# several models may share, as several engines may share a model.
+FORWARD_LOCK = Lock()
+
 
 class ReferenceRunner:
     """Runs the model as it is, with paged attention in place of its own.
@@ -25,7 +29,6 @@ class ReferenceRunner:
         cache: K and V.
         attend: the attention backend.
         with_logprobs: whether results carry log-probabilities.
-        lock: held during a pass, so that two engines on one model take turns.
     """
 
     def __init__(
@@ -35,14 +38,12 @@ class ReferenceRunner:
         cache: KVCache,
         attend: TileAttention,
         with_logprobs: bool,
-        lock: Lock,
     ) -> None:
         self._model = model
         self._configs = configs
         self._cache = cache
         self._attend = attend
         self._with_logprobs = with_logprobs
-        self._lock = lock
         self._device = model.device
         self._keeps_logits = takes_logits_to_keep(model)
 
@@ -54,7 +55,7 @@ class ReferenceRunner:
         extra = {"logits_to_keep": rows} if self._keeps_logits else {}
         # no_grad and not inference_mode: buffers a model caches on the way must stay usable in training.
         with (
-            self._lock,
+            FORWARD_LOCK,
             torch.no_grad(),
             attention_implementation(self._configs, IMPLEMENTATION),
             evaluation_mode(self._model),
