@@ -31,6 +31,11 @@ CONFIG: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     ),
     "safety_margin": ((None, 0, 0.0, 0.5, 1), (-0.1, 1.1, *NOT_NUMBERS), "at least 0 and at most 1, or None"),
     "allow_block_sharing": ((True, False), NOT_BOOLS, "True or False"),
+    "eviction_policy": (
+        ("lru", "newest_filled"),
+        ("fifo", "LRU", "", None, 0, ["lru"]),
+        "one of lru, newest_filled",
+    ),
     "return_logprobs": ((True, False), NOT_BOOLS, "True or False"),
     "per_request_processors": ((True, False), NOT_BOOLS, "True or False"),
     "use_cuda_graph": (
@@ -90,8 +95,6 @@ NOT_YET = {
     "use_async_batching": ((True,), (None, False)),
     "default_compile_level": ((1, 2, 3), (0,)),
     "max_blocks_per_request": ((1, 32), (None, 0)),
-    "cpu_offload_space": ((None, 0.5), (0.0, 0)),
-    "cpu_offload_space_safety_threshold": ((0.5, 1), (0.8,)),
     "cpu_group_timeout": ((None, 10.0), (300.0, 300)),
 }
 
@@ -138,6 +141,7 @@ def test_defaults_are_those_promised() -> None:
         "page_size": 256,
         "scheduler_type": "fifo",
         "allow_block_sharing": True,
+        "eviction_policy": "lru",
         "return_logprobs": False,
         "per_request_processors": False,
         "q_padding_interval_size": 0,

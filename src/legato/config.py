@@ -5,6 +5,7 @@ import warnings
 from dataclasses import dataclass
 from typing import Any
 
+from legato.cache.eviction import EVICTION_POLICIES
 from legato.checks import check_bool, check_int, check_number, refuse
 from legato.engine.policy import SCHEDULING_POLICIES
 
@@ -46,7 +47,8 @@ class ContinuousBatchingConfig:
         max_requests_per_batch: requests in one pass. None: the number of prompts submitted, else 1024, then clamped.
         scheduler_type: "fifo", "prefill_first" or a name given to `register_scheduling_policy`.
         safety_margin: share of the cache, in [0, 1], kept for running requests. None: the scheduler's own default.
-        allow_block_sharing: prefix caching.
+        allow_block_sharing: prefix caching: requests that begin alike share K and V of what they have in common.
+        eviction_policy: whose cached K and V go first when room is needed: "lru" or "newest_filled".
         return_logprobs: log-probability of each generated token, after the logits processors.
         per_request_processors: accepted for transformers' sake: requests always may set their own sampling.
         use_cuda_graph: replay recorded CUDA graphs: None, a bool, or a pair of bools (varlen, decode).
@@ -78,6 +80,7 @@ class ContinuousBatchingConfig:
     scheduler_type: str = "fifo"
     safety_margin: float | None = None
     allow_block_sharing: bool = True
+    eviction_policy: str = "lru"
     return_logprobs: bool = False
     per_request_processors: bool = False
     use_cuda_graph: bool | tuple[bool, bool] | None = None
@@ -123,6 +126,8 @@ class ContinuousBatchingConfig:
     def _check_choices(self) -> None:
         if not isinstance(self.scheduler_type, str) or self.scheduler_type not in SCHEDULING_POLICIES:
             raise refuse("scheduler_type", self.scheduler_type, f"one of {', '.join(sorted(SCHEDULING_POLICIES))}")
+        if not isinstance(self.eviction_policy, str) or self.eviction_policy not in EVICTION_POLICIES:
+            raise refuse("eviction_policy", self.eviction_policy, f"one of {', '.join(sorted(EVICTION_POLICIES))}")
         check_int("default_compile_level", self.default_compile_level, 0, 3)
         check_bool("allow_block_sharing", self.allow_block_sharing)
         check_bool("return_logprobs", self.return_logprobs)
@@ -191,7 +196,5 @@ _NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "varlen_compile_config": (None,),
     "decode_compile_config": (None,),
     "max_blocks_per_request": (None, 0),
-    "cpu_offload_space": (0.0,),
-    "cpu_offload_space_safety_threshold": (0.8,),
     "cpu_group_timeout": (300.0,),
 }

@@ -3,11 +3,13 @@
 import atexit
 import logging
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from enum import Enum, auto
 
 from legato.engine.engine import Engine, EngineStats
+from legato.engine.observer import StepObserver, StepRecord
 from legato.errors import EngineError, ManagerStateError, QueueFullError
 from legato.openmp import release_workers
 from legato.request import GenerationOutput, Request, RequestStatus
@@ -165,6 +167,26 @@ class EngineThread:
                 self._live_engine().cancel(request)
                 self._turn.notify_all()
 
+    def watch(self, observer: StepObserver | None) -> None:
+        """See `ContinuousBatchingManager.watch`."""
+        engine = self._live_engine()
+
+        def tell(record: StepRecord) -> None:
+            try:
+                if observer is not None:
+                    observer(record)
+            except BaseException:  # whatever it is, it must not end the engine that others wait for
+                logger.exception("the step observer failed and is not told any more")
+                engine.observer = None
+
+        engine.observer = None if observer is None else tell
+
+    def forget_prefixes(self) -> None:
+        """See `Engine.forget_prefixes`."""
+        engine = self._engine
+        if engine is not None:
+            engine.forget_prefixes()
+
     def check(self) -> None:
         """Raise what `add_request` would raise of a failed or destroyed engine."""
         with self._turn:
@@ -238,7 +260,7 @@ class EngineThread:
             self._unfinished.clear()
             self._turn.notify_all()
         for request in lost:
-            request.finish("error", str(failure))
+            request.finish("error", str(failure), time.perf_counter())
         self._router.close(failure, [request.output() for request in lost])
         atexit.unregister(self._stop_at_exit)
         with self._turn:

@@ -17,6 +17,10 @@ class UnsupportedModelError(LegatoError, ValueError):
     """The model cannot be served with the tokens `model.generate` would give. The message says why."""
 
 
+class MissingExtraError(LegatoError, ImportError):
+    """An optional dependency is not installed. The message says how to get it."""
+
+
 class OutOfCacheMemoryError(LegatoError, MemoryError):
     """The memory budget holds no useful cache. The message names the figures that would fit."""
 

@@ -144,6 +144,8 @@ class RequestFactory:
         if not isinstance(request_id, str) or not request_id:
             raise refuse("request_id", request_id, "a non-empty string")
         check_bool("streaming", spec.streaming)
+        if not isinstance(spec.cache_salt, str | None):
+            raise refuse("cache_salt", spec.cache_salt, "a string or None")
         prompt = self._prompt(spec.input_ids)
         params = _sampling(defaults, spec.sampling)
         eos = spec.eos_token_id
@@ -159,6 +161,7 @@ class RequestFactory:
             streaming=spec.streaming,
             created_time=time.perf_counter(),
             tokens=prompt.copy(),
+            cache_salt=spec.cache_salt,
             timestamps=[] if spec.record_timestamps else None,
         )
 
@@ -175,7 +178,7 @@ class RequestFactory:
             created_time=time.perf_counter(),
             tokens=[],
         )
-        request.finish("error", error)
+        request.finish("error", error, request.created_time)
         return request
 
     def _prompt(self, input_ids: Any) -> list[int]:

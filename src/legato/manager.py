@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 from legato.config import ContinuousBatchingConfig, WorkloadHints
 from legato.engine.assemble import assemble
 from legato.engine.engine import EngineStats
+from legato.engine.observer import StepObserver
 from legato.engine_thread import EngineThread
 from legato.errors import InvalidValueError, ManagerStateError
 from legato.generation import GenerationDefaults, RequestFactory
@@ -105,11 +106,17 @@ class ContinuousBatchingManager:
     def pause(self) -> Iterator[None]:
         """No step runs inside this context, so that weights can be changed. Nests, and may be used by several threads.
 
+        Requests that start after it share no cached prefix with those from before. A change of weights outside of it
+        is noticed too, unless it was written through `weight.data`.
+
         Raises:
             ManagerStateError: called from the engine's own thread (a result handler).
         """
         with self._thread.pause():
-            yield
+            try:
+                yield
+            finally:
+                self._thread.forget_prefixes()
 
     @contextmanager
     def session(self, block: bool = True, timeout: float | None = None) -> Iterator[None]:
@@ -139,6 +146,7 @@ class ContinuousBatchingManager:
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
+        cache_salt: str | None = None,
         **sampling: Any,
     ) -> str | None:
         """Submit a prompt.
@@ -150,6 +158,7 @@ class ContinuousBatchingManager:
             streaming: give an output for each new token, not only a final one.
             record_timestamps: note when each token was generated.
             eos_token_id: tokens that end the request instead of the generation config's; -1 for none.
+            cache_salt: only requests with the same one share cached prefixes: keeps tenants apart.
             **sampling: `do_sample`, or fields of `SamplingParams`, for this request alone. Giving any of temperature,
                 top_k and top_p makes it sample.
 
@@ -162,7 +171,7 @@ class ContinuousBatchingManager:
             EngineError: the engine has failed.
             ManagerStateError: the manager was destroyed.
         """
-        spec = RequestSpec(input_ids, max_new_tokens, streaming, record_timestamps, eos_token_id, sampling)
+        spec = RequestSpec(input_ids, max_new_tokens, streaming, record_timestamps, eos_token_id, cache_salt, sampling)
         if not self._thread.accepts(1):
             return None
         request_id = self._new_ids(1)[0] if request_id is None else request_id
@@ -176,10 +185,12 @@ class ContinuousBatchingManager:
         streaming: bool = False,
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
+        cache_salt: str | None = None,
         **sampling: Any,
     ) -> list[str]:
         """Submit many prompts at once; arguments as of `add_request`.
 
+        With `allow_block_sharing` they run in the order of their tokens, so that those that begin alike are neighbours.
         A prompt that can never be served fails alone: its output is FAILED and carries the reason.
 
         Returns:
@@ -190,7 +201,7 @@ class ContinuousBatchingManager:
             QueueFullError: they do not all fit into `max_queue_size`. Nothing was queued.
             EngineError, ManagerStateError: as of `add_request`.
         """
-        common = RequestSpec([0], max_new_tokens, streaming, record_timestamps, eos_token_id, sampling)
+        common = RequestSpec([0], max_new_tokens, streaming, record_timestamps, eos_token_id, cache_salt, sampling)
         self._factory.make(self._defaults, "all", common)  # what is wrong for all is raised here and now
         return self._add_specs([replace(common, input_ids=ids) for ids in inputs], None)
 
@@ -298,6 +309,13 @@ class ContinuousBatchingManager:
 
         self._router.add_handler(request_id, in_loop)
 
+    def watch(self, observer: StepObserver | None) -> None:
+        """Tell `observer` of every step from now on, in the engine's thread, where it must be quick; None: nobody.
+
+        What it raises is logged, and it is not told any more.
+        """
+        self._thread.watch(observer)
+
     @property
     def stats(self) -> EngineStats:
         """The engine as its latest step left it."""
@@ -329,6 +347,8 @@ class ContinuousBatchingManager:
             return []
         ids = self._new_ids(len(specs))
         requests = [self._make_or_fail(i, spec) for i, spec in zip(ids, specs, strict=True)]
+        if self.config.allow_block_sharing:
+            requests.sort(key=lambda request: request.prompt_ids)
         return ids if self._thread.submit(requests, handler) else []
 
     def _make_or_fail(self, request_id: str, spec: RequestSpec) -> Request:

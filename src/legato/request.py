@@ -84,6 +84,7 @@ class RequestSpec:
         streaming: give an output for each new token, not only a final one.
         record_timestamps: note when each token was generated.
         eos_token_id: tokens that end the request instead of the generation config's; -1 for none.
+        cache_salt: only requests with the same one share cached prefixes: keeps tenants apart.
         sampling: `do_sample`, or fields of `SamplingParams`, where this request differs from the generation config.
     """
 
@@ -92,6 +93,7 @@ class RequestSpec:
     streaming: bool = False
     record_timestamps: bool = False
     eos_token_id: int | list[int] | None = None
+    cache_salt: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -110,6 +112,7 @@ class GenerationOutput:
         lifespan: (first scheduled, finished) on the same clock; -1 for what has not happened.
         timestamps: when each token was generated, with `record_timestamps`; else None.
         finish_reason: "stop", "length", "cancelled" or "error" on the final output, else None.
+        num_cached_tokens: prompt tokens whose K and V were found in the cache when the request started.
         text: the decoded text, where `LLM` made the request; else None.
     """
 
@@ -123,6 +126,7 @@ class GenerationOutput:
     lifespan: tuple[float, float] = (-1.0, -1.0)
     timestamps: list[float] | None = None
     finish_reason: str | None = None
+    num_cached_tokens: int = 0
     text: str | None = None
 
     def is_finished(self) -> bool:
@@ -133,7 +137,9 @@ class GenerationOutput:
 @dataclass(slots=True, eq=False)
 class Request:
     """State about one prompt. `tokens` is the prompt and all that was generated after it; K and V of the first
-    `num_computed_tokens` of them are in the cache. A soft reset only sets that number back to 0."""
+    `num_computed_tokens` of them are in the cache. A soft reset only sets that number back to 0, and
+    `max_computed_tokens` remembers how far it had come. `page_hashes` are those of the leading complete pages, as far
+    as they have been asked for, chained from `prefix_root`, which is empty until then."""
 
     request_id: str
     prompt_ids: list[int]
@@ -145,6 +151,11 @@ class Request:
     created_time: float
     tokens: list[int]
     num_computed_tokens: int = 0
+    max_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    cache_salt: str | None = None
+    prefix_root: bytes = b""
+    page_hashes: list[bytes] = field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
     logprobs: list[float] = field(default_factory=list)
     timestamps: list[float] | None = None
@@ -157,11 +168,16 @@ class Request:
     def num_generated_tokens(self) -> int:
         return len(self.tokens) - len(self.prompt_ids)
 
-    def finish(self, reason: str, error: str | None = None) -> None:
-        """End the request: with an error it has failed, without one it is finished."""
+    def forget_pages(self) -> None:
+        """What the pages hold is to be asked for anew."""
+        self.prefix_root = b""
+        self.page_hashes.clear()
+
+    def finish(self, reason: str, error: str | None, now: float) -> None:
+        """End the request at `now`, in seconds: with an error it has failed, without one it is finished."""
         self.status = RequestStatus.FINISHED if error is None else RequestStatus.FAILED
         self.finish_reason, self.error = reason, error
-        self.finished_time = time.perf_counter()
+        self.finished_time = now
 
     def output(self) -> GenerationOutput:
         """A snapshot that later steps do not change."""
@@ -176,4 +192,5 @@ class Request:
             lifespan=(self.first_scheduled_time, self.finished_time),
             timestamps=None if self.timestamps is None else self.timestamps.copy(),
             finish_reason=self.finish_reason,
+            num_cached_tokens=self.num_cached_tokens,
         )

@@ -1,6 +1,7 @@
 """Attention layouts to test with, and the cache's accounts kept a second time: by counting the public tables."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from legato.cache.allocator import PADDING_BLOCK
@@ -65,7 +66,7 @@ class Accounts:
         self._counts = [kind.count for kind in layout.layers]
 
     def owned(self, group: int) -> list[int]:
-        """Every block that the tables of a group list; one listed twice comes twice."""
+        """Every block that the tables of a group list; one that is shared comes once for each owner."""
         tables = [tables[group] for tables in self._manager.tables.values()]
         return [block for table in tables for block in table.blocks if block != PADDING_BLOCK]
 
@@ -75,6 +76,7 @@ class Accounts:
 
     @property
     def num_free_chunks(self) -> int:
+        """Chunks in which nobody owns a block, whatever they may still hold."""
         groups = range(len(self._per_chunk))
         return self.num_usable - len(set().union(*(self.chunks(group) for group in groups)))
 
@@ -82,20 +84,22 @@ class Accounts:
     def free_share(self) -> float:
         return self.num_free_chunks / self.num_usable
 
-    def pages(self, request_id: str) -> int:
-        """Pages that a forward pass reads for a request: a page for each layer of each block it owns."""
-        tables = zip(self._manager.tables[request_id], self._counts, strict=True)
-        return sum(count * sum(block != PADDING_BLOCK for block in table.blocks) for table, count in tables)
+    def fits(self, wanted: Sequence[int], besides: Sequence[Iterable[int]] | None = None) -> bool:
+        """Whether `wanted[i]` more blocks of group i, all together, find a place.
 
-    def fits(self, wanted: Sequence[int]) -> bool:
-        """Whether `wanted[i]` more blocks of group i, all together, find a place."""
-        chunks = 0
+        Args:
+            besides: for each group, blocks that the asker is going to own as they are.
+        """
+        num_taken = chunks = 0
         for group, (count, per_chunk) in enumerate(zip(wanted, self._per_chunk, strict=True)):
-            spare = len(self.chunks(group)) * per_chunk - len(self.owned(group))
+            owned = {*self.owned(group), *(besides[group] if besides else ())}
+            in_use = {block // per_chunk for block in owned}
+            num_taken += len(in_use)
+            spare = len(in_use) * per_chunk - len(owned)
             while spare < count:
                 chunks += 1
                 spare += per_chunk
-        return chunks <= self.num_free_chunks
+        return num_taken + chunks <= self.num_usable
 
     def lacking(self, request_id: str, num_tokens: int) -> list[int]:
         """Blocks of each group that a request lacks for holding `num_tokens` tokens."""
@@ -104,21 +108,23 @@ class Accounts:
         return [len(range(place, num_tokens, page_size)) for place in places]
 
     def check(self) -> None:
-        """Nothing is owned twice, or by two groups, or reserved; and the manager counts what is counted here."""
+        """Every block has the owners that list it, no chunk two groups; and the manager counts what is counted here."""
+        manager = self._manager
         seen: set[int] = set()
-        for group in range(len(self._per_chunk)):
-            owned, chunks = self.owned(group), self.chunks(group)
-            assert len(owned) == len(set(owned)), "a block is owned twice"
+        for group, allocator in enumerate(manager.allocators):
+            owners, chunks = Counter(self.owned(group)), self.chunks(group)
             assert not chunks & seen, "a chunk serves two groups"
             assert chunks <= set(range(NUM_RESERVED, NUM_RESERVED + self.num_usable)), "a chunk is reserved"
             seen |= chunks
-        manager = self._manager
+            for block in range((NUM_RESERVED + self.num_usable) * self._per_chunk[group]):
+                assert allocator.num_owners(block) == owners[block], "an owner is not counted, or one too many"
+        for tables in manager.tables.values():
+            for table in tables:
+                listed = [block for block in table.blocks if block != PADDING_BLOCK]
+                assert len(listed) == len(set(listed)), "a block serves two pages of one request"
         assert manager.pool.num_usable == self.num_usable
         assert manager.pool.num_free == self.num_free_chunks
         assert manager.free_share == self.free_share
-        for request_id in manager.tables:
-            assert manager.pages_held(request_id) == self.pages(request_id)
-        assert sum(self.pages(request_id) for request_id in manager.tables) <= manager.num_pages
 
     def check_all_free(self) -> None:
         """Nobody owns anything, and each group can have the whole pool."""

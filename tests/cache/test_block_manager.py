@@ -9,8 +9,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from legato.cache.allocator import PADDING_BLOCK
 from legato.cache.block_manager import BlockManager
+from legato.cache.eviction import LeastRecentlyUsed
 from legato.cache.pool import ChunkLayout, ChunkPool, chunks_for_blocks
-from tests.cache.accounts import LAYOUTS, NUM_RESERVED, Accounts
+from tests.cache.accounts import LAYOUTS, NUM_RESERVED, Accounts, Layout
 
 layout_names = st.sampled_from(sorted(LAYOUTS))
 page_sizes = st.sampled_from((4, 4, 5, 7, 16))
@@ -193,6 +194,47 @@ def test_a_partly_freed_chunk_stays_with_its_group_until_its_last_block_is_free(
     assert manager.admit("sliding", 0, 4)
 
 
+def shared_by_two(layout: Layout, num_chunks: int) -> tuple[BlockManager, Accounts]:
+    """Requests "a" and "b" of 3 pages of 4 each, which share the first 2."""
+    manager = BlockManager(layout.groups(8), 4, num_chunks)
+    hashes = [b"page 0", b"page 1"]
+    assert manager.admit("a", 12, 12, hashes)
+    manager.share("a", hashes)
+    assert manager.find_prefix(hashes) == 2
+    assert manager.admit("b", 12, 12, hashes, 2)
+    return manager, Accounts(manager, layout, num_chunks)
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_shared_block_is_read_by_each_owner_and_free_when_the_last_has_left(name: str) -> None:
+    manager, accounts = shared_by_two(LAYOUTS[name], 20)
+    accounts.check()
+    for group, allocator in enumerate(manager.allocators):
+        first, second, third = zip(*(tables[group].blocks for tables in manager.tables.values()), strict=True)
+        assert [len(set(blocks)) for blocks in (first, second, third)] == [1, 1, 2]
+        assert [allocator.num_owners(block) for block in (*first, *second, *third)] == [2, 2, 2, 2, 1, 1]
+    manager.free("a")
+    accounts.check()
+    manager.free("b")
+    accounts.check()
+    accounts.check_all_free()
+    assert manager.find_prefix([b"page 0", b"page 1"]) == 2
+
+
+def test_a_chunk_is_free_for_others_when_no_block_in_it_is_owned_though_some_hold_content() -> None:
+    """A chunk holds 5 full blocks or 1 sliding one: 2 shared blocks and 1 of each owner are 1 chunk and 4."""
+    manager, accounts = shared_by_two(LAYOUTS["3 full, 15 sliding"], NUM_RESERVED + 5)
+    assert accounts.num_free_chunks == 0
+    manager.free("a")
+    assert accounts.num_free_chunks == 1
+    assert not manager.admit("full", 8 * 4, 0)
+    assert manager.admit("full", 7 * 4, 0)
+    manager.free("full")
+    manager.free("b")
+    assert manager.admit("full", 5 * 5 * 4, 0)
+    assert manager.find_prefix([b"page 0", b"page 1"]) == 0
+
+
 @given(
     name=layout_names,
     page_size=page_sizes,
@@ -241,4 +283,4 @@ def test_sliding_layers_alone_take_requests_of_any_length() -> None:
 
 def test_a_pool_needs_a_chunk_to_give() -> None:
     with pytest.raises(ValueError, match=r"num_chunks=2 .*at least 3"):
-        ChunkPool(NUM_RESERVED)
+        ChunkPool(NUM_RESERVED, LeastRecentlyUsed())

@@ -1,6 +1,7 @@
 """From memory to figures: within the budget, as asked, or refused with what would fit."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -25,8 +26,9 @@ GIB = 1 << 30
 def test_pool_and_step_stay_within_the_budget(shape: ModelShape, page_size: int, free: int) -> None:
     size = resolve_size(ContinuousBatchingConfig(page_size=page_size), shape, NO_HINTS, free)
     chunk_bytes = ChunkLayout.of(shape.groups, page_size).chunk_size * shape.element_size
-    step = shape.step_bytes(size.max_batch_tokens, size.max_requests_per_batch)
-    assert size.num_chunks * chunk_bytes + step <= free
+    assert size.pool_bytes == size.num_chunks * chunk_bytes
+    assert size.step_bytes > shape.step_bytes(size.max_batch_tokens, size.max_requests_per_batch, page_size)
+    assert size.pool_bytes + size.step_bytes <= free
     assert 256 <= size.max_batch_tokens <= 8192
     assert 1 <= size.max_requests_per_batch <= min(1024, size.max_batch_tokens)
     assert size.num_chunks > RESERVED_CHUNKS
@@ -49,15 +51,65 @@ def test_explicit_figures_are_honoured() -> None:
     assert (size.safety_margin, size.num_chunks) == (0.5, 102)
 
 
-def test_what_cannot_fit_is_refused_with_the_figure_that_would() -> None:
-    with pytest.raises(OutOfCacheMemoryError, match=r"num_blocks=100000 .* would fit") as caught:
-        resolve_size(ContinuousBatchingConfig(num_blocks=100000), FULL, NO_HINTS, 8 * GIB)
-    fitting = int(re.search(r"num_blocks=(\d+) would fit", str(caught.value))[1])
-    assert resolve_size(ContinuousBatchingConfig(num_blocks=fitting), FULL, NO_HINTS, 8 * GIB).num_blocks == fitting
-    with pytest.raises(OutOfCacheMemoryError):
-        resolve_size(ContinuousBatchingConfig(num_blocks=fitting + 1), FULL, NO_HINTS, 8 * GIB)
-    with pytest.raises(OutOfCacheMemoryError):
+ASKED_TOO_MUCH = [
+    {"num_blocks": 100000},
+    {"max_batch_tokens": 1 << 20},
+    {"max_requests_per_batch": 4000, "max_batch_tokens": 4000},
+    {"num_blocks": 1000, "max_requests_per_batch": 3000},
+    {"num_blocks": 1000, "max_batch_tokens": 200000},
+    {"num_blocks": 100000, "max_batch_tokens": 200000, "max_requests_per_batch": 5000},
+]
+
+
+@pytest.mark.parametrize("shape", [FULL, HYBRID, replace(FULL, holds_scores=True)], ids=["full", "hybrid", "eager"])
+@pytest.mark.parametrize("asked", ASKED_TOO_MUCH, ids=lambda asked: "-".join(asked))
+def test_what_cannot_fit_is_refused_with_figures_that_do(shape: ModelShape, asked: dict[str, int]) -> None:
+    config = ContinuousBatchingConfig(page_size=16, **asked)
+    with pytest.raises(OutOfCacheMemoryError, match="would fit") as caught:
+        resolve_size(config, shape, NO_HINTS, 4 * GIB)
+    advice = str(caught.value).split(": ")[-1].removesuffix(" would fit")
+    for alternative in advice.split(" or "):
+        figures = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", alternative)}
+        assert figures.keys() <= asked.keys() and all(figures[name] < asked[name] for name in figures)
+        size = resolve_size(replace(config, **figures), shape, NO_HINTS, 4 * GIB)
+        assert size.pool_bytes + size.step_bytes <= 4 * GIB
+        for name, value in {**asked, **figures}.items():
+            assert getattr(size, name) == min(value, size.max_batch_tokens if "requests" in name else value)
+
+
+def test_the_figure_named_is_the_largest_that_fits() -> None:
+    for name, others in (("num_blocks", {}), ("max_batch_tokens", {"num_blocks": 100}),
+                         ("max_requests_per_batch", {"num_blocks": 100, "max_batch_tokens": 8192})):  # fmt: skip
+        with pytest.raises(OutOfCacheMemoryError) as caught:
+            resolve_size(ContinuousBatchingConfig(**others, **{name: 1 << 24}), FULL, NO_HINTS, 8 * GIB)
+        largest = int(re.search(rf"{name}=(\d+)( or .*)? would fit", str(caught.value))[1])
+        size = resolve_size(ContinuousBatchingConfig(**others, **{name: largest}), FULL, NO_HINTS, 8 * GIB)
+        assert getattr(size, name) == largest
+        with pytest.raises(OutOfCacheMemoryError):
+            resolve_size(ContinuousBatchingConfig(**others, **{name: largest + 1}), FULL, NO_HINTS, 8 * GIB)
+
+
+def test_where_nothing_fits_the_refusal_names_no_figures() -> None:
+    with pytest.raises(OutOfCacheMemoryError, match="10 MiB may be used: a smaller page_size"):
         resolve_size(ContinuousBatchingConfig(), FULL, NO_HINTS, 10 << 20)
+
+
+def test_a_step_takes_more_for_more_of_anything() -> None:
+    step = FULL.step_bytes(1024, 64, 4000)
+    assert FULL.step_bytes(2048, 64, 4000) > step
+    assert FULL.step_bytes(1024, 128, 4000) > step
+    assert FULL.step_bytes(1024, 64, 5000) > step
+    assert FULL.step_bytes(1024, 64) >= FULL.step_bytes(1024, 64, 8192)
+    assert replace(FULL, holds_scores=True).step_bytes(1024, 64, 4000) > step
+    assert replace(FULL, all_logits=True).step_bytes(1024, 64, 4000) >= step + 1024 * 49152 * 4
+    assert replace(FULL, element_size=2).step_bytes(1024, 64, 4000) < step
+
+
+def test_explicit_blocks_leave_the_rest_to_the_step() -> None:
+    few = resolve_size(ContinuousBatchingConfig(page_size=16, num_blocks=100), FULL, NO_HINTS, GIB)
+    many = resolve_size(ContinuousBatchingConfig(page_size=16, num_blocks=1000), FULL, NO_HINTS, GIB)
+    assert few.num_blocks == 100 and many.num_blocks == 1000
+    assert few.max_batch_tokens > many.max_batch_tokens
 
 
 def test_the_default_margin_is_the_schedulers() -> None:

@@ -1,6 +1,5 @@
 """Scheduler and engine, driven with a toy runner whose tokens betray every wrong block, slot, position or stale row."""
 
-from dataclasses import dataclass
 from itertools import count
 
 import pytest
@@ -8,217 +7,31 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from legato.cache.block_manager import BlockManager
-from legato.engine.batch import Batch, BatchBuilder, StepResult
-from legato.engine.engine import BatchRunner, Engine, EngineStats
+from legato.engine.batch import Batch, StepResult
+from legato.engine.engine import EngineStats
 from legato.engine.policy import SCHEDULING_POLICIES, SchedulingPolicy, register_scheduling_policy
-from legato.engine.scheduler import Scheduler, StepLimits, StepPlan
 from legato.request import GenerationOutput, Request, RequestStatus, SamplingParams
-from tests.cache.accounts import LAYOUTS, NUM_RESERVED, Accounts, Layout
-from tests.engine.toy import VOCAB_SIZE, ToyRunner, make_request, toy_generate, toy_logprob
-
-
-class CheckedBlocks(BlockManager):
-    """A block manager that checks what the scheduler asks of it, and notes it."""
-
-    def __init__(self, layout: Layout, window: int, page_size: int, num_chunks: int, safety_margin: float) -> None:
-        super().__init__(layout.groups(window), page_size, num_chunks)
-        self.accounts = Accounts(self, layout, num_chunks)
-        self.windows = [group.window for group in layout.groups(window)]
-        self.safety_margin = safety_margin
-        self.asked: dict[str, int] = {}
-
-    def wanted(self, num_tokens: int, first_chunk: int) -> list[int]:
-        """Blocks that a request of `num_tokens` tokens needs before its first chunk."""
-        places = [num_tokens if window is None else first_chunk for window in self.windows]
-        return [len(range(0, n, self.page_size)) for n in places]
-
-    def admit(self, request_id: str, num_tokens: int, first_chunk: int) -> bool:
-        assert not self.tables or self.accounts.free_share >= self.safety_margin, "started under the safety margin"
-        self.asked[request_id] = max(first_chunk, self.asked.get(request_id, 0))
-        return super().admit(request_id, num_tokens, first_chunk)
-
-    def grow(self, request_id: str, num_computed_tokens: int, num_tokens: int) -> int:
-        self.asked[request_id] = num_tokens
-        granted = super().grow(request_id, num_computed_tokens, num_tokens)
-        lacking = self.accounts.lacking(request_id, num_computed_tokens + granted + 1)
-        assert granted == num_tokens or not self.accounts.fits(lacking), "fewer tokens than there is room for"
-        return granted
-
-
-class CheckedScheduler(Scheduler):
-    """A scheduler that checks each of its decisions against the specification."""
-
-    def __init__(self, policy_name: str, limits: StepLimits, blocks: CheckedBlocks) -> None:
-        super().__init__(SCHEDULING_POLICIES[policy_name], limits, blocks)
-        self.decodes_first = policy_name == "fifo"
-        self.blocks = blocks
-        self.plan = StepPlan()
-        self.num_preempted = 0
-
-    def schedule(self) -> StepPlan:
-        running, waiting = list(self.running.values()), list(self.waiting.values())
-        decoding = [r for r in running if r.status is RequestStatus.DECODING]
-        prefilling = [r for r in running if r.status is RequestStatus.PREFILLING]
-        assert len(decoding) + len(prefilling) == len(running)
-        assert all(r.status is RequestStatus.PENDING and r.num_computed_tokens == 0 for r in waiting)
-        self.blocks.asked.clear()
-        plan = self.plan = super().schedule()
-        started = [r for r in waiting if r.request_id in self.running]
-        assert started == waiting[: len(started)], "a waiting request overtook another"
-        assert list(self.running.values()) == running + started
-        assert list(self.waiting.values()) == waiting[len(started) :]
-        order = (decoding + prefilling if self.decodes_first else prefilling + decoding) + started
-        self._check_turns(plan, order, started)
-        self._check_limits(plan)
-        self._check_nobody_waits_without_need(plan, len(running))
-        return plan
-
-    def _check_turns(self, plan: StepPlan, order: list[Request], started: list[Request]) -> None:
-        """In order, each request got what was left of the budget, or as much of it as there was room for."""
-        budget = self.limits.max_batch_tokens
-        chunks, stalled = list(plan.chunks), list(plan.stalled)
-        for request in order:
-            if budget == 0:
-                break
-            wanted = min(len(request.tokens) - request.num_computed_tokens, budget)
-            assert self.blocks.asked[request.request_id] == wanted
-            if stalled and stalled[0] is request:
-                del stalled[0]
-                assert not started
-                continue
-            chunk = chunks.pop(0)
-            assert chunk.request is request
-            assert 0 < chunk.num_tokens <= wanted
-            budget -= chunk.num_tokens
-        assert not chunks
-        assert not stalled
-        assert plan.num_tokens == self.limits.max_batch_tokens - budget
-
-    def _check_limits(self, plan: StepPlan) -> None:
-        assert plan.num_tokens <= self.limits.max_batch_tokens
-        assert len(self.running) <= self.limits.max_requests_per_batch
-        assert plan.num_pages == sum(self.blocks.accounts.pages(chunk.request.request_id) for chunk in plan.chunks)
-        assert plan.num_pages <= self.blocks.num_pages
-
-    def _check_nobody_waits_without_need(self, plan: StepPlan, num_running: int) -> None:
-        left = self.limits.max_batch_tokens - plan.num_tokens
-        if not self.waiting or plan.stalled or not left or len(self.running) == self.limits.max_requests_per_batch:
-            return
-        accounts = self.blocks.accounts
-        if self.running and accounts.free_share < self.limits.safety_margin:
-            return
-        num_tokens = len(next(iter(self.waiting.values())).tokens)
-        assert not accounts.fits(self.blocks.wanted(num_tokens, min(num_tokens, left)))
-
-    def make_room(self, plan: StepPlan) -> list[Request]:
-        assert plan is self.plan
-        preempted = super().make_room(plan)
-        stalled = self._stalled()
-        assert not stalled or len(self.running) == 1 or self._can_go_on(stalled)
-        return preempted
-
-    def preempt(self, request: Request) -> None:
-        stalled = self._stalled()
-        assert request is stalled[-1], "not the newest stalled request"
-        assert all(chunk.request is not request for chunk in self.plan.chunks)
-        assert len(self.running) > 1 or self._lies_scattered(request), "the last running request"
-        assert not self._can_go_on(stalled), "without need"
-        super().preempt(request)
-        self.num_preempted += 1
-        assert next(iter(self.waiting.values())) is request
-        assert request.request_id not in self.blocks.tables
-
-    def _lies_scattered(self, request: Request) -> bool:
-        """Whether it takes more chunks than it would if it were admitted anew."""
-        num_blocks = self.blocks.wanted(len(request.tokens), 0)
-        per_chunk = [allocator.blocks_per_chunk for allocator in self.blocks.allocators]
-        return any(
-            len(self.blocks.accounts.chunks(group)) > -(-count // per)
-            for group, (count, per) in enumerate(zip(num_blocks, per_chunk, strict=True))
-            if self.blocks.windows[group] is None
-        )
-
-    def _stalled(self) -> list[Request]:
-        """Oldest first."""
-        return [r for r in self.running.values() if r in self.plan.stalled]
-
-    def _can_go_on(self, stalled: list[Request]) -> bool:
-        lacking = [self.blocks.accounts.lacking(r.request_id, r.num_computed_tokens + 1) for r in stalled]
-        return self.blocks.accounts.fits([sum(column) for column in zip(*lacking, strict=True)])
-
-
-@dataclass
-class Setup:
-    """An engine with all its parts."""
-
-    blocks: CheckedBlocks
-    scheduler: CheckedScheduler
-    builder: BatchBuilder
-    runner: ToyRunner
-    engine: Engine
-
-    @classmethod
-    def of(
-        cls,
-        layout: Layout,
-        num_usable: int,
-        *,
-        window: int = 8,
-        page_size: int = 4,
-        policy: str = "fifo",
-        max_batch_tokens: int = 64,
-        max_requests_per_batch: int = 16,
-        safety_margin: float = 0.0,
-        runner: BatchRunner | None = None,
-    ) -> "Setup":
-        num_chunks = NUM_RESERVED + num_usable
-        blocks = CheckedBlocks(layout, window, page_size, num_chunks, safety_margin)
-        limits = StepLimits(max_batch_tokens, max_requests_per_batch, safety_margin)
-        scheduler = CheckedScheduler(policy, limits, blocks)
-        groups = layout.groups(window)
-        builder = BatchBuilder(page_size, len(groups))
-        toy = ToyRunner(groups, page_size, num_chunks)
-        return cls(blocks, scheduler, builder, toy, Engine(scheduler, blocks, builder, runner or toy))
-
-    def submit(self, *requests: Request) -> None:
-        for request in requests:
-            self.engine.submit(request)
-
-    def planned(self) -> dict[str, int]:
-        """Tokens of each request in the latest step, in order."""
-        return {chunk.request.request_id: chunk.num_tokens for chunk in self.scheduler.plan.chunks}
-
-    def run(self, max_steps: int = 2000) -> list[GenerationOutput]:
-        """Step until there is nothing to do."""
-        outputs: list[GenerationOutput] = []
-        for _ in range(max_steps):
-            if not self.engine.has_work:
-                return outputs
-            outputs += self.engine.step()
-        raise AssertionError(f"requests hang: {[*self.scheduler.running, *self.scheduler.waiting]}")
-
-    def check_nothing_leaks(self) -> None:
-        assert not self.scheduler.running
-        assert not self.scheduler.waiting
-        self.blocks.accounts.check_all_free()
-        assert not self.builder._rows
-        assert sorted(self.builder._free_rows) == list(range(len(self.builder._temperature)))
+from tests.cache.accounts import LAYOUTS
+from tests.engine.checked import PLENTY, Setup
+from tests.engine.toy import VOCAB_SIZE, make_request, toy_generate, toy_logprob, toy_prompt
 
 
 class EngineMachine(RuleBasedStateMachine):
-    """Submits, cancels and steps at random, in caches that are too small."""
+    """Submits, cancels, changes weights and steps at random, in caches that are too small."""
 
     @initialize(
         name=st.sampled_from(list(LAYOUTS)),
         num_usable=st.sampled_from((8, 12, 6, 4, 3, 2, 1, 16, 24)),
-        crowd=st.sampled_from((4, 3, 2, 1)),
+        crowd=st.sampled_from((2, 1, 3, 1)),
         window=st.sampled_from((8, 4, 5, 1, 2, 9, 13, 20)),
         page_size=st.sampled_from((4, 4, 5, 8)),
         policy=st.sampled_from(("fifo", "prefill_first")),
         max_batch_tokens=st.sampled_from((24, 16, 9, 9, 4, 2)),
         max_requests_per_batch=st.sampled_from((16, 8, 5, 3, 2)),
         safety_margin=st.sampled_from((0.0, 0.0, 0.15, 0.0, 0.5, 1.0)),
+        sharing=st.sampled_from((True, True, False)),
+        eviction=st.sampled_from(("lru", "newest_filled")),
+        num_swap_units=st.sampled_from((0, PLENTY, 30, 12, 5)),
     )
     def make(self, name: str, num_usable: int, crowd: int, window: int, **settings: object) -> None:
         """An engine, and the longest requests it gets: about `crowd` of them fit in its cache."""
@@ -234,28 +47,46 @@ class EngineMachine(RuleBasedStateMachine):
         self.all: list[Request] = []
         self.unfinished: dict[str, Request] = {}
         self.expected: dict[Request, list[int]] = {}
+        self.num_computed: dict[Request, int] = {}  # the farthest each has come
+        self.num_prefilled: dict[Request, int] = {}
+        self.num_recomputed = 0
         self.num_finished = 0
         self.failed = False
 
     @precondition(lambda self: len(self.unfinished) < 12)
     @rule(
-        lengths=st.lists(st.tuples(st.integers(1, 20) | st.just(60), st.integers(3, 24)), min_size=3, max_size=8),
+        lengths=st.lists(st.tuples(st.integers(1, 40) | st.just(60), st.integers(3, 30)), min_size=3, max_size=8),
+        common=st.sampled_from((9, 4, 16, 24, 60, 0)),
+        text=st.sampled_from(("one", "two", "again")),
+        long_answers=st.booleans(),
+        salts=st.sampled_from(((None,), (None, None, "a"), ("a", "b"))),
         sampled=st.booleans(),
         stops=st.booleans(),
         streaming=st.booleans(),
     )
-    def submit(self, lengths: list[tuple[int, int]], sampled: bool, stops: bool, streaming: bool) -> None:
-        """New requests, perhaps under the names of ones that have ended."""
+    def submit(
+        self,
+        lengths: list[tuple[int, int]],
+        common: int,
+        text: str,
+        long_answers: bool,
+        salts: tuple[str | None, ...],
+        sampled: bool,
+        stops: bool,
+        streaming: bool,
+    ) -> None:
+        """New requests that begin alike, perhaps under the names of ones that have ended."""
         for prompt_length, max_new_tokens in lengths:
-            prompt_length = min(prompt_length, self.max_tokens)
+            prompt_length = min(prompt_length, max(self.max_tokens // (3 if long_answers else 1), 1))
             request = make_request(
                 next(name for name in map(str, count()) if name not in self.unfinished),
-                prompt_length,
+                self.prompt(text, common, prompt_length),
                 # The last token is never read back: it needs no place.
                 min(max_new_tokens, self.max_tokens - prompt_length + 1),
                 stop_token_ids=frozenset(range(0, VOCAB_SIZE, 9) if stops else ()),
                 params=SamplingParams(temperature=0.7, top_k=5, top_p=0.9) if sampled else None,
                 seed=len(self.all),
+                cache_salt=salts[len(self.all) % len(salts)],
                 streaming=streaming,
                 record_timestamps=not streaming,
             )
@@ -264,13 +95,42 @@ class EngineMachine(RuleBasedStateMachine):
             self.expected[request] = toy_generate(self.groups, request)
             self.setup.submit(request)
 
+    def prompt(self, text: str, common: int, length: int) -> list[int]:
+        """The first tokens are those of a text, or of an earlier request and its answer; the others its own."""
+        if text == "again" and self.all:
+            earlier = self.all[len(self.all) // 2]
+            beginning = earlier.prompt_ids + self.expected[earlier]
+        else:
+            beginning = toy_prompt(text, common)
+        beginning = beginning[: min(common, length)]
+        return beginning + toy_prompt(f"own {len(self.all)}", length - len(beginning))
+
     @precondition(lambda self: self.all)
     @rule(index=st.integers(0, 99))
     def cancel(self, index: int) -> None:
         """Running, waiting or ended long ago; seen by the next step."""
-        request = self.all[-1 - index % len(self.all)]
+        self.cancel_and_step(self.all[-1 - index % len(self.all)])
+
+    @precondition(lambda self: self.idlers())
+    @rule(index=st.integers(0, 99))
+    def cancel_one_that_is_offloaded_or_waits_for_a_page(self, index: int) -> None:
+        idlers = self.idlers()
+        self.cancel_and_step(idlers[index % len(idlers)])
+
+    def idlers(self) -> list[Request]:
+        setup = self.setup
+        waiting = setup.scheduler.waiting
+        return [r for name, r in waiting.items() if setup.blocks.is_offloaded(name) or name in setup.scheduler._awaited]
+
+    def cancel_and_step(self, request: Request) -> None:
         self.setup.engine.cancel(request)
         self.check_step(cancelled={request} & set(self.unfinished.values()))
+
+    @precondition(lambda self: self.unfinished)
+    @rule(twice=st.booleans())
+    def forget_prefixes(self, twice: bool) -> None:
+        for _ in range(1 + twice):
+            self.setup.engine.forget_prefixes()
 
     @precondition(lambda self: self.unfinished)
     @rule(times=st.integers(1, 8))
@@ -287,15 +147,26 @@ class EngineMachine(RuleBasedStateMachine):
         outputs = engine.step()
         grown = [r for r in self.all if r.num_generated_tokens > lengths[r]]
         assert setup.runner.num_runs == num_runs + bool(set(self.unfinished.values()) - cancelled), "no progress"
+        self._note_progress(grown)
         self._check_outputs(outputs, grown, cancelled)
         for request in self.unfinished.values():
             self._check_tokens(request)
             assert request not in grown or request.status is RequestStatus.DECODING
-        setup.blocks.accounts.check()
-        assert list(setup.blocks.tables) == list(setup.scheduler.running)
+        setup.blocks.check()
+        assert set(setup.blocks.tables) == set(setup.scheduler.running)
         assert set(setup.builder._rows) <= set(setup.scheduler.running)
         self._check_stats()
         self.failed = False
+
+    def _note_progress(self, grown: list[Request]) -> None:
+        for chunk in self.setup.scheduler.plan.chunks:
+            request, end = chunk.request, chunk.request.num_computed_tokens
+            before = self.num_computed.get(request, 0)
+            assert end == len(request.tokens) - (request in grown) or request not in grown
+            self.num_recomputed += max(min(end, before) - (end - chunk.num_tokens), 0)
+            self.num_computed[request] = max(end, before)
+            if request in self.setup.scheduler.prefilled:
+                self.num_prefilled[request] = self.num_prefilled.get(request, 0) + chunk.num_tokens
 
     def _check_outputs(self, outputs: list[GenerationOutput], grown: list[Request], cancelled: set[Request]) -> None:
         """One final output for each request that ended, one partial output for each new token of a streaming one."""
@@ -312,6 +183,7 @@ class EngineMachine(RuleBasedStateMachine):
             assert ended or (request.streaming and request in grown)
             assert output.prompt_ids == request.prompt_ids
             assert output.generated_tokens == request.tokens[len(request.prompt_ids) :]
+            assert output.num_cached_tokens == self.setup.blocks.num_found.get(request, 0)
             assert output.logprobs == [toy_logprob(token) for token in output.generated_tokens]
             assert (output.timestamps is None) == (request.timestamps is None)
             assert output.timestamps is None or len(output.timestamps) == len(output.generated_tokens)
@@ -338,7 +210,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert generated == self.expected[request][: len(generated)]
 
     def _check_stats(self) -> None:
-        stats, scheduler = self.setup.engine.stats, self.setup.scheduler
+        stats, scheduler, blocks = self.setup.engine.stats, self.setup.scheduler, self.setup.blocks
         assert stats.num_steps == self.setup.runner.num_runs
         assert stats.num_running == len(scheduler.running)
         assert stats.num_waiting == self.setup.engine.num_waiting == len(scheduler.waiting)
@@ -347,8 +219,21 @@ class EngineMachine(RuleBasedStateMachine):
         assert stats.num_batch_tokens == scheduler.plan.num_tokens
         assert stats.num_generated_tokens == sum(request.num_generated_tokens for request in self.all)
         assert stats.num_finished == self.num_finished
-        assert stats.num_preempted == scheduler.num_preempted
-        assert stats.cache_used_share == 1 - self.setup.blocks.accounts.free_share
+        assert stats.num_prompt_tokens == sum(self.num_prefilled.values())
+        assert stats.num_cached_tokens == sum(blocks.num_found.values())
+        assert stats.num_recomputed_tokens == self.num_recomputed
+        assert (stats.num_resets, stats.num_offloads) == (scheduler.num_resets, scheduler.num_offloads)
+        assert stats.num_offloaded == len(blocks.swapped)
+        assert stats.cache_used_share == 1 - blocks.accounts.free_share
+        if not stats.num_resets:
+            assert not stats.num_recomputed_tokens
+            for request in self.all:
+                if request.num_generated_tokens:
+                    assert self.num_prefilled[request] + request.num_cached_tokens == len(request.prompt_ids)
+        if not scheduler.sharing:
+            assert stats.num_cached_tokens == stats.num_evicted_chunks == 0
+        if blocks.num_swap_units == PLENTY:
+            assert not stats.num_resets
 
     def teardown(self) -> None:
         """Whatever was accepted comes to its end, and nothing is left behind."""
@@ -369,16 +254,21 @@ TestEngine.settings = settings(max_examples=200, stateful_step_count=30, deadlin
 
 
 @pytest.mark.parametrize("policy", ["fifo", "prefill_first"])
+@pytest.mark.parametrize(("sharing", "num_swap_units"), [(True, 0), (False, 0), (True, PLENTY), (False, 40)])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_a_crowded_cache_changes_no_token(name: str, policy: str) -> None:
+def test_a_crowded_cache_changes_no_token(name: str, policy: str, sharing: bool, num_swap_units: int) -> None:
     """Short prompts with long answers: all are let in and then outgrow the cache together."""
+    settings = {"policy": policy, "sharing": sharing, "num_swap_units": num_swap_units}
     num_usable = 2
-    while (setup := Setup.of(LAYOUTS[name], num_usable, policy=policy)).blocks.max_tokens_alone() < 44:
+    while (setup := Setup.of(LAYOUTS[name], num_usable, **settings)).blocks.max_tokens_alone() < 44:
         num_usable += 1
     requests = [make_request(str(i), 3 + i % 5, 30 + i, seed=i) for i in range(8)]
     setup.submit(*requests)
     outputs = {output.request_id: output for output in setup.run()}
-    assert setup.engine.stats.num_preempted > 0
+    stats = setup.engine.stats
+    assert stats.num_resets + stats.num_offloads > 0
+    assert (stats.num_offloads > 0) == (num_swap_units > 0)
+    assert num_swap_units < PLENTY or stats.num_resets == stats.num_recomputed_tokens == 0
     for request in requests:
         expected = toy_generate(LAYOUTS[name].groups(8), request)
         assert outputs[request.request_id].generated_tokens == expected
@@ -467,7 +357,7 @@ def test_blocks_that_come_free_go_to_a_stalled_request_before_a_waiting_one() ->
     assert setup.blocks.accounts.num_free_chunks > 0
     setup.engine.step()
     assert next(iter(setup.planned())) == "a"
-    assert setup.engine.stats.num_preempted == 0
+    assert setup.engine.stats.num_resets == 0
 
 
 def test_a_request_cancelled_before_it_was_taken_in_ends_without_running() -> None:
@@ -503,6 +393,9 @@ class FailingRunner:
 
     def __init__(self) -> None:
         self.failed = True
+
+    def weights_version(self) -> int:
+        return 0
 
     def run(self, batch: Batch) -> StepResult:
         self.failed = not self.failed
@@ -563,6 +456,23 @@ def test_a_request_left_alone_gets_to_its_end_however_its_blocks_lie() -> None:
     outputs = setup.run()
     assert [output.request_id for output in outputs] == ["short", "long"]
     assert outputs[1].generated_tokens == toy_generate(LAYOUTS["3 full, 15 sliding"].groups(100), long)
+    setup.check_nothing_leaks()
+
+
+@pytest.mark.parametrize("num_swap_units", [0, PLENTY])
+@pytest.mark.parametrize("sharing", [False, True])
+def test_a_request_left_alone_does_not_take_its_scattered_blocks_again(sharing: bool, num_swap_units: int) -> None:
+    """As above, but what it has computed by the time it is stuck lies in 3 chunks of full blocks, where 2 would do.
+    All of it is still in the cache, yet with these blocks it would be stuck again."""
+    settings = {"window": 200, "max_batch_tokens": 16, "sharing": sharing, "num_swap_units": num_swap_units}
+    setup = Setup.of(LAYOUTS["3 full, 15 sliding"], 12, **settings)
+    assert setup.blocks.max_tokens_alone() == 40
+    short, long = make_request("short", 13), make_request("long", 40)
+    setup.submit(short, long)
+    outputs = setup.run(max_steps=20)
+    assert [output.request_id for output in outputs] == ["short", "long"]
+    assert outputs[1].generated_tokens == toy_generate(setup.blocks.groups, long)
+    assert setup.engine.stats.num_resets + setup.engine.stats.num_offloads == 1
     setup.check_nothing_leaks()
 
 

@@ -1,12 +1,14 @@
 """A runner with no model: its next token depends on all that it should have read from the cache, and on that alone."""
 
+import random
 from collections.abc import Sequence
 from math import lcm
 
 import numpy as np
 from numpy.typing import NDArray
 
-from legato.cache.pool import AttentionGroup
+from legato.cache.pool import AttentionGroup, ChunkLayout
+from legato.cache.swap import UnitCopies
 from legato.engine.batch import Batch, StepResult
 from legato.request import Request, SamplingParams
 
@@ -18,16 +20,26 @@ class ToyRunner:
     """Keeps a number for each token in a paged memory that every attention group cuts its own way.
 
     A token's number is made of the token, its position and the numbers of all earlier tokens that it sees in the
-    memory, so that one wrong read or write changes all that follows.
+    memory, so that one wrong read or write changes all that follows. It is also made of `weights`, which a test may
+    change.
     """
 
     def __init__(self, groups: Sequence[AttentionGroup], page_size: int, num_chunks: int) -> None:
         self.num_runs = 0
+        self.weights = 0
         self._groups = groups
         self._page_size = page_size
         chunk_size = lcm(*(page_size * width(group) for group in groups))
         self._memory = np.random.default_rng(0).integers(0, _MASK, num_chunks * chunk_size, np.uint64)
         self._memory[:chunk_size] = 0
+
+    def weights_version(self) -> int:
+        return self.weights
+
+    @property
+    def units(self) -> NDArray[np.uint64]:
+        """The memory in the pieces that `UnitCopies` count. It keeps a number where a cache keeps both K and V."""
+        return self._memory.reshape(-1, ChunkLayout.of(self._groups, self._page_size).unit_size // 2)
 
     def run(self, batch: Batch) -> StepResult:
         self.num_runs += 1
@@ -37,7 +49,7 @@ class ToyRunner:
             for row in range(batch.cu_seqlens_q[i], end):
                 place = num_keys - (end - row)  # of this query among the keys, as attention kernels take it
                 seen = sum(self._read(batch, group, i, place) for group in range(len(self._groups)))
-                number = toy_number(int(batch.input_ids[row]), int(batch.position_ids[row]), seen)
+                number = toy_number(int(batch.input_ids[row]), int(batch.position_ids[row]), seen, self.weights)
                 self._write(batch, row, number)
                 numbers.append(number)
         how = batch.sampling
@@ -65,6 +77,40 @@ class ToyRunner:
         return (blocks[:, None] * len(layers) + layers) * self._page_size + offsets[:, None]
 
 
+class ToyMover:
+    """Host memory for a runner's numbers. What was copied back is lost, so that nothing can be copied back twice.
+
+    Attributes:
+        calls: each call's direction, requests and units.
+    """
+
+    def __init__(self, runner: ToyRunner, num_units: int) -> None:
+        self.calls: list[tuple[str, int, int]] = []
+        self._cache = runner.units
+        self._host = np.random.default_rng(1).integers(0, _MASK, (num_units, self._cache.shape[1]), np.uint64)
+
+    def offload(self, copies: Sequence[UnitCopies]) -> None:
+        cache, host = self._indices("offload", copies)
+        assert len(set(host)) == len(host)
+        self._host[host] = self._cache[cache]
+
+    def restore(self, copies: Sequence[UnitCopies]) -> None:
+        cache, host = self._indices("restore", copies)
+        assert len(set(cache)) == len(cache)
+        self._cache[cache] = self._host[host]
+        self._host[host] = 0
+
+    def units_moved(self, direction: str) -> int:
+        return sum(num_units for way, _, num_units in self.calls if way == direction)
+
+    def _indices(self, direction: str, copies: Sequence[UnitCopies]) -> tuple[list[int], list[int]]:
+        cache = [unit for copy in copies for unit in copy.cache_units]
+        host = [unit for copy in copies for unit in copy.host_units]
+        assert len(cache) == len(host) > 0
+        self.calls.append((direction, len(copies), len(cache)))
+        return cache, host
+
+
 def width(group: AttentionGroup) -> int:
     """Elements of one position in all layers of a group."""
     return len(group.layers) * group.num_kv_heads * group.head_dim
@@ -86,8 +132,8 @@ def weigh(kept: NDArray[np.uint64], positions: NDArray[np.int64]) -> int:
     return int((kept * (62 * positions.astype(np.uint64)[:, None] + 2 * layers + 1)).sum(dtype=np.uint64))
 
 
-def toy_number(token: int, position: int, seen: int) -> int:
-    mixed = (token * 0x9E3779B97F4A7C15 + position * 0xC2B2AE3D27D4EB4F + seen) & _MASK
+def toy_number(token: int, position: int, seen: int, weights: int = 0) -> int:
+    mixed = (token * 0x9E3779B97F4A7C15 + position * 0xC2B2AE3D27D4EB4F + weights * 0x165667B19E3779F9 + seen) & _MASK
     return ((mixed ^ mixed >> 29) * 0xBF58476D1CE4E5B9) & _MASK
 
 
@@ -99,7 +145,7 @@ def toy_logprob(token: int) -> float:
     return -token / VOCAB_SIZE
 
 
-def toy_generate(groups: Sequence[AttentionGroup], request: Request) -> list[int]:
+def toy_generate(groups: Sequence[AttentionGroup], request: Request, weights: int = 0) -> list[int]:
     """The tokens that the runner would give for a request alone, worked out with a list for a memory."""
     numbers: list[int] = []
     tokens = request.prompt_ids.copy()
@@ -111,25 +157,32 @@ def toy_generate(groups: Sequence[AttentionGroup], request: Request) -> list[int
             kept = np.array(numbers, np.uint64)
             places = [seen_before(group, position) for group in groups]
             seen = sum(weigh(spread(kept[place], group), place) for place, group in zip(places, groups, strict=True))
-            numbers.append(toy_number(tokens[position], position, seen))
+            numbers.append(toy_number(tokens[position], position, seen, weights))
         generated.append(toy_token(numbers[-1], *settings, request.seed, len(generated)))
         tokens.append(generated[-1])
     return generated
 
 
+def toy_prompt(name: str, length: int) -> list[int]:
+    """The first tokens of an endless text of that name."""
+    text = random.Random(name)
+    return [text.randrange(VOCAB_SIZE) for _ in range(length)]
+
+
 def make_request(
     request_id: str,
-    prompt_length: int,
+    prompt: int | list[int],
     max_new_tokens: int = 1,
     *,
     stop_token_ids: frozenset[int] = frozenset(),
     params: SamplingParams | None = None,
     seed: int = 0,
+    cache_salt: str | None = None,
     streaming: bool = False,
     record_timestamps: bool = False,
 ) -> Request:
-    """A request with a prompt that no other seed has."""
-    prompt = [hash((seed, position)) % VOCAB_SIZE for position in range(prompt_length)]
+    """A request; `prompt` is its tokens, or how many of a text of its own."""
+    prompt = toy_prompt(f"{request_id} {seed}", prompt) if isinstance(prompt, int) else prompt
     return Request(
         request_id=request_id,
         prompt_ids=prompt,
@@ -140,5 +193,6 @@ def make_request(
         streaming=streaming,
         created_time=0.0,
         tokens=prompt.copy(),
+        cache_salt=cache_salt,
         timestamps=[] if record_timestamps else None,
     )

@@ -7,6 +7,7 @@ from typing import Any
 
 from legato.cache.block_manager import BlockManager
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup
+from legato.cache.prefix import PageHasher
 from legato.engine.batch import Batch, BatchBuilder, StepResult
 from legato.engine.engine import Engine
 from legato.engine.policy import SCHEDULING_POLICIES
@@ -26,6 +27,9 @@ WARM_UP_STEPS = 3
 
 class _NoModel:
     """Gives every sampled row the same token at once."""
+
+    def weights_version(self) -> int:
+        return 0
 
     def run(self, batch: Batch) -> StepResult:
         return StepResult([5] * len(batch.logits_indices), None)
@@ -63,11 +67,11 @@ def _engine(num_requests: int, model: str, page_size: int, num_steps: int) -> En
     chunks = RESERVED_CHUNKS + num_requests * (2 + (MAX_PROMPT + 2 * num_steps + 1024) // page_size * len(groups))
     blocks = BlockManager(groups, page_size, chunks)
     limits = StepLimits(max_batch_tokens=8192, max_requests_per_batch=num_requests, safety_margin=0.0)
-    scheduler = Scheduler(SCHEDULING_POLICIES["fifo"], limits, blocks)
+    scheduler = Scheduler(SCHEDULING_POLICIES["fifo"], limits, blocks, PageHasher(page_size))
     engine = Engine(scheduler, blocks, BatchBuilder(page_size, len(groups)), _NoModel())
     rng = random.Random(0)
     for i in range(num_requests):
-        prompt = [7] * rng.randrange(1, MAX_PROMPT)
+        prompt = [i] * rng.randrange(1, MAX_PROMPT)
         engine.submit(
             Request(
                 request_id=str(i),

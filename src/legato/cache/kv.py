@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup, ChunkLayout
+from legato.cache.swap import UnitCopies
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class LayerCache:
 
 
 class KVCache:
-    """Storage for `num_chunks` chunks.
+    """Storage for `num_chunks` chunks; `units` is all of it, [units, unit_size].
 
     A block lays its group's layers one after the other, and each layer its page of K before its page of V:
     [layers, 2, page_size, kv_heads, head_dim]. Chunks hold whole blocks of every group, so a group sees the pool as one
@@ -51,12 +52,14 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        chunk_size = ChunkLayout.of(groups, page_size).chunk_size
+        layout = ChunkLayout.of(groups, page_size)
+        chunk_size = layout.chunk_size
         # Not zeroed: the operating system hands out memory only as it is touched. Padding reads must find numbers.
         with torch.inference_mode(False):  # the engine's thread could not write into an inference tensor
             storage = torch.empty(num_chunks * chunk_size, dtype=dtype, device=device)
         storage[: RESERVED_CHUNKS * chunk_size].zero_()
         self.dtype, self.device = dtype, device
+        self.units = storage.view(-1, layout.unit_size)
         self.page_size = page_size
         self.groups = tuple(groups)
         self.layers: dict[int, LayerCache] = {}
@@ -75,3 +78,44 @@ class KVCache:
         # slot = block × page_size + offset, row = block × block_rows + offset; V's page follows K's
         keys = slots + torch.div(slots, self.page_size, rounding_mode="floor") * (block_rows - self.page_size)
         return torch.stack([keys, keys + self.page_size])
+
+
+class HostCache:
+    """Host memory for the blocks of offloaded requests, pinned where the cache is on a device of its own.
+
+    Args:
+        cache: whose blocks come here and go back.
+        num_units: units of `cache.units` there is room for.
+    """
+
+    def __init__(self, cache: KVCache, num_units: int) -> None:
+        self.num_units = num_units
+        self._cache = cache.units
+        self._pinned = cache.device.type == "cuda"
+        with torch.inference_mode(False):
+            self._host = self._empty(num_units)
+
+    def offload(self, copies: Sequence[UnitCopies]) -> None:
+        """Copy units to the host: gathered, one transfer for all."""
+        cache_units, host_units = _indices(copies)
+        gathered = self._cache.index_select(0, cache_units.to(self._cache.device))
+        if self._pinned:
+            gathered = self._empty(len(host_units)).copy_(gathered)
+        self._host.index_copy_(0, host_units, gathered)
+
+    def restore(self, copies: Sequence[UnitCopies]) -> None:
+        """Copy units back to the cache: one transfer for all, then scattered."""
+        cache_units, host_units = _indices(copies)
+        gathered = torch.index_select(self._host, 0, host_units, out=self._empty(len(host_units)))
+        gathered = gathered.to(self._cache.device, non_blocking=True)
+        self._cache.index_copy_(0, cache_units.to(self._cache.device), gathered)
+
+    def _empty(self, num_units: int) -> Tensor:
+        size = (num_units, self._cache.shape[1])
+        return torch.empty(size, dtype=self._cache.dtype, pin_memory=self._pinned)
+
+
+def _indices(copies: Sequence[UnitCopies]) -> tuple[Tensor, Tensor]:
+    cache_units = [unit for copy in copies for unit in copy.cache_units]
+    host_units = [unit for copy in copies for unit in copy.host_units]
+    return torch.tensor(cache_units, dtype=torch.int64), torch.tensor(host_units, dtype=torch.int64)

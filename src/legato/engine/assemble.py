@@ -10,8 +10,19 @@ from torch import nn
 from legato.attention.interface import BACKENDS
 from legato.attention.probe import find_attention_groups
 from legato.cache.block_manager import BlockManager
-from legato.cache.kv import KVCache
-from legato.cache.sizing import CacheSize, ModelShape, model_shape, resolve_size, usable_bytes
+from legato.cache.eviction import EVICTION_POLICIES
+from legato.cache.kv import HostCache, KVCache
+from legato.cache.pool import ChunkLayout
+from legato.cache.prefix import PageHasher
+from legato.cache.sizing import (
+    CacheSize,
+    ModelShape,
+    available_host_bytes,
+    model_shape,
+    resolve_size,
+    swap_bytes,
+    usable_bytes,
+)
 from legato.config import ContinuousBatchingConfig, WorkloadHints
 from legato.engine.batch import BatchBuilder
 from legato.engine.engine import Engine
@@ -68,17 +79,29 @@ def assemble(
                 f"attn_implementation={backend!r} is not implemented yet; load the model with {' or '.join(BACKENDS)}"
             )
         groups = find_attention_groups(inner, configs)
-    shape = model_shape(inner, groups, longest_sequence(inner))
+    shape = model_shape(inner, groups, longest_sequence(inner), backend)
     size = resolve_size(config, shape, hints, usable_bytes(config, inner.device, samples))
     cache = KVCache(groups, size.page_size, size.num_chunks, inner.dtype, inner.device)
-    blocks = BlockManager(groups, size.page_size, size.num_chunks)
+    unit_bytes = ChunkLayout.of(groups, size.page_size).unit_size * shape.element_size
+    host = HostCache(cache, swap_bytes(config, _free_host_bytes(inner.device, size)) // unit_bytes)
+    policy = EVICTION_POLICIES[config.eviction_policy]()
+    blocks = BlockManager(groups, size.page_size, size.num_chunks, policy, host.num_units)
     limits = StepLimits(size.max_batch_tokens, size.max_requests_per_batch, size.safety_margin)
-    scheduler = Scheduler(SCHEDULING_POLICIES[config.scheduler_type], limits, blocks)
+    hasher = PageHasher(size.page_size) if config.allow_block_sharing else None
+    scheduler = Scheduler(SCHEDULING_POLICIES[config.scheduler_type], limits, blocks, hasher)
     runner = ReferenceRunner(inner, configs, cache, BACKENDS[backend], config.return_logprobs)
-    engine = Engine(scheduler, blocks, BatchBuilder(size.page_size, len(groups)), runner)
-    description = _describe(inner, backend, config, shape, size)
+    engine = Engine(scheduler, blocks, BatchBuilder(size.page_size, len(groups)), runner, host)
+    description = _describe(inner, backend, config, shape, size, host.num_units * unit_bytes)
     logger.info("%s", description)
     return engine, EngineFacts(shape, size, blocks.max_tokens_alone(), inner.dtype, inner.device, description)
+
+
+def _free_host_bytes(device: torch.device, size: CacheSize) -> int:
+    """Host memory that is left beside the cache and a step's own, where they lie there too."""
+    available = available_host_bytes()
+    if device.type == "cuda":
+        return available
+    return max(0, available - size.pool_bytes - size.step_bytes)
 
 
 def unwrap(model: Any) -> Any:
@@ -111,7 +134,9 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
     return [rope] if "rope_type" in rope else [r for r in rope.values() if isinstance(r, dict)]
 
 
-def _describe(model: Any, backend: str, config: ContinuousBatchingConfig, shape: ModelShape, size: CacheSize) -> str:
+def _describe(
+    model: Any, backend: str, config: ContinuousBatchingConfig, shape: ModelShape, size: CacheSize, swap_space: int
+) -> str:
     kinds = ", ".join(
         f"{len(g.layers)} {'full' if g.window is None else f'sliding ({g.window})'}" for g in shape.groups
     )
@@ -119,5 +144,7 @@ def _describe(model: Any, backend: str, config: ContinuousBatchingConfig, shape:
         f"{type(model).__name__} in {str(model.dtype).removeprefix('torch.')} on {model.device}: reference path, "
         f"paged|{backend}, {kinds} attention layers; scheduler {config.scheduler_type}, page_size={size.page_size}, "
         f"num_blocks={size.num_blocks}, max_batch_tokens={size.max_batch_tokens}, "
-        f"max_requests_per_batch={size.max_requests_per_batch}, safety_margin={size.safety_margin}"
+        f"max_requests_per_batch={size.max_requests_per_batch}, safety_margin={size.safety_margin}, "
+        f"prefix caching {f'on ({config.eviction_policy})' if config.allow_block_sharing else 'off'}, "
+        f"host swap space {swap_space >> 20} MiB"
     )

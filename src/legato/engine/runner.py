@@ -45,7 +45,15 @@ class ReferenceRunner:
         self._attend = attend
         self._with_logprobs = with_logprobs
         self._device = model.device
+        self._parameters = list(model.parameters())
         self._keeps_logits = takes_logits_to_keep(model)
+
+    def weights_version(self) -> int:
+        """A number that changes when a weight is written to in place, or its memory replaced.
+
+        Writes through `weight.data` leave no trace: `ContinuousBatchingManager.pause` is for those.
+        """
+        return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters))
 
     def run(self, batch: Batch) -> StepResult:
         """One forward pass: writes K and V, returns a token for each row of `batch.logits_indices`."""

@@ -4,6 +4,8 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from legato.cache.block_manager import BlockManager
+from legato.cache.prefix import PageHasher
+from legato.cache.swap import UnitCopies
 from legato.engine.policy import SchedulingPolicy
 from legato.request import Request, RequestStatus
 
@@ -38,14 +40,31 @@ class StepPlan:
     Attributes:
         chunks: what runs.
         stalled: running requests left out for want of blocks.
+        restores: copies from the host to be made before the forward pass, for requests that were offloaded.
         num_tokens: tokens in `chunks`.
-        num_pages: pages that `chunks` read.
+        num_cached_tokens: prompt tokens of requests that start now which need not be computed.
     """
 
     chunks: list[ScheduledChunk] = field(default_factory=list)
     stalled: list[Request] = field(default_factory=list)
+    restores: list[UnitCopies] = field(default_factory=list)
     num_tokens: int = 0
-    num_pages: int = 0
+    num_cached_tokens: int = 0
+
+
+@dataclass(slots=True)
+class Evictions:
+    """Requests that were taken out of the cache to make room for others.
+
+    Attributes:
+        offloaded: those whose blocks go to the host.
+        copies: to be made before anything else is written to the cache.
+        reset: those that start over.
+    """
+
+    offloaded: list[Request] = field(default_factory=list)
+    copies: list[UnitCopies] = field(default_factory=list)
+    reset: list[Request] = field(default_factory=list)
 
 
 class Scheduler:
@@ -55,14 +74,24 @@ class Scheduler:
         policy: in which order running requests are served.
         limits: what bounds a step.
         blocks: the cache's accounts; scheduling a chunk allocates its blocks.
+        hasher: of pages, by which requests share prefixes; None: they do not.
     """
 
-    def __init__(self, policy: SchedulingPolicy, limits: StepLimits, blocks: BlockManager) -> None:
+    def __init__(
+        self, policy: SchedulingPolicy, limits: StepLimits, blocks: BlockManager, hasher: PageHasher | None = None
+    ) -> None:
         self.limits = limits
-        self.waiting: OrderedDict[str, Request] = OrderedDict()  # by arrival; preempted ones in front
+        self.waiting: OrderedDict[str, Request] = OrderedDict()  # by arrival; those that ran before in front
         self.running: dict[str, Request] = {}  # by admission, oldest first
         self._policy = policy
         self._blocks = blocks
+        self._hasher = hasher
+        self._awaited: dict[str, bytes] = {}  # waiting requests whose next page another one is about to compute
+
+    @property
+    def num_offloaded(self) -> int:
+        """Waiting requests whose blocks are on the host."""
+        return self._blocks.num_offloaded
 
     def add(self, request: Request) -> None:
         self.waiting[request.request_id] = request
@@ -70,85 +99,172 @@ class Scheduler:
     def remove(self, request: Request) -> None:
         """Forget a request that has ended, and free its blocks."""
         self.waiting.pop(request.request_id, None)
-        if self.running.pop(request.request_id, None) is not None:
-            self._blocks.free(request.request_id)
-
-    def preempt(self, request: Request) -> None:
-        """Soft reset: free the blocks of a running request and put it first in line; its tokens stay."""
-        del self.running[request.request_id]
+        self.running.pop(request.request_id, None)
+        self._awaited.pop(request.request_id, None)
         self._blocks.free(request.request_id)
-        request.status = RequestStatus.PENDING
-        request.num_computed_tokens = 0
-        self.waiting[request.request_id] = request
-        self.waiting.move_to_end(request.request_id, last=False)
 
-    def schedule(self) -> StepPlan:
-        """Fill a step: running requests in the policy's order, then waiting ones as they came."""
+    def forget_prefixes(self) -> None:
+        """The weights have changed: what was computed so far is not shared with requests that start from now on."""
+        if self._hasher is None:
+            return
+        self._hasher.weights_changed()
+        self._blocks.forget_content()
+        for request in self.waiting.values():
+            if not request.num_computed_tokens:
+                request.forget_pages()
+
+    def schedule(self, admit: bool = True) -> StepPlan:
+        """Fill a step: running requests in the policy's order, then waiting ones as they came, if any may start now."""
         plan = StepPlan()
         self._schedule_running(plan)
-        self._admit_waiting(plan)
+        if admit and not plan.stalled:
+            self._admit_waiting(plan)
         return plan
 
-    def make_room(self, plan: StepPlan) -> list[Request]:
-        """Preempt the fewest stalled requests with which the other stalled ones can go on.
+    def make_room(self, plan: StepPlan, evictions: Evictions) -> None:
+        """Take the fewest stalled requests out of the cache with which the other stalled ones can go on.
 
         Only stalled ones, so never one that `plan` runs; newest first; never the last running one.
-
-        Returns:
-            The preempted.
         """
         left_out = set(plan.stalled)
         stalled = [request for request in self.running.values() if request in left_out]
-        preempted = []
         while stalled and len(self.running) > 1 and not self._can_all_go_on(stalled):
-            preempted.append(stalled.pop())
-            self.preempt(preempted[-1])
-        return preempted
+            self.evict(stalled.pop(), evictions)
+
+    def evict(self, request: Request, evictions: Evictions) -> None:
+        """Take a running request out of the cache and put it first in line.
+
+        Its blocks go to the host if there is room (offload); else they are dropped and it starts over with all its
+        tokens (soft reset).
+        """
+        copies = self._blocks.offload(request.request_id, request.num_computed_tokens)
+        if copies is None:
+            self._blocks.free(request.request_id)
+            request.status = RequestStatus.PENDING
+            request.num_computed_tokens = 0
+            request.forget_pages()  # the weights may be others by now
+            evictions.reset.append(request)
+        else:
+            evictions.offloaded.append(request)
+            evictions.copies.append(copies)
+        del self.running[request.request_id]
+        self.waiting[request.request_id] = request
+        self.waiting.move_to_end(request.request_id, last=False)
 
     def _can_all_go_on(self, stalled: list[Request]) -> bool:
         lacking = [self._blocks.lacking(r.request_id, r.num_computed_tokens + 1) for r in stalled]
         return self._blocks.fits([sum(column) for column in zip(*lacking, strict=True)])
 
+    # Running requests
+
     def _schedule_running(self, plan: StepPlan) -> None:
         budget = self.limits.max_batch_tokens
-        pages = self._blocks.num_pages
         for request in self._policy.order(self.running.values()):
             if plan.num_tokens >= budget:
                 break
             num_tokens = min(len(request.tokens) - request.num_computed_tokens, budget - plan.num_tokens)
             num_tokens = self._blocks.grow(request.request_id, request.num_computed_tokens, num_tokens)
-            if num_tokens == 0:
+            if num_tokens:
+                self._add_chunk(plan, request, num_tokens)
+            else:
                 plan.stalled.append(request)
-                continue
-            held = self._blocks.pages_held(request.request_id)
-            if plan.num_pages + held > pages:
-                break
-            plan.chunks.append(ScheduledChunk(request, num_tokens))
-            plan.num_tokens += num_tokens
-            plan.num_pages += held
 
-    def _admit_waiting(self, plan: StepPlan) -> None:
-        while self.waiting and not plan.stalled:
-            request = next(iter(self.waiting.values()))
-            num_tokens = min(len(request.tokens), self.limits.max_batch_tokens - plan.num_tokens)
-            if num_tokens == 0 or len(self.running) >= self.limits.max_requests_per_batch:
-                return
-            if self.running and self._blocks.free_share < self.limits.safety_margin:
-                return
-            if not self._admit(request, plan, num_tokens):
-                return
-
-    def _admit(self, request: Request, plan: StepPlan, num_tokens: int) -> bool:
-        blocks, request_id = self._blocks, request.request_id
-        if not blocks.admit(request_id, len(request.tokens), num_tokens):
-            # Alone in the cache, a request starts with whatever its sliding layers have room for.
-            if self.running or not blocks.admit(request_id, len(request.tokens), 0):
-                return False
-            num_tokens = blocks.grow(request_id, 0, num_tokens)
-        del self.waiting[request_id]
-        self.running[request_id] = request
-        request.status = RequestStatus.PREFILLING
+    def _add_chunk(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         plan.chunks.append(ScheduledChunk(request, num_tokens))
         plan.num_tokens += num_tokens
-        plan.num_pages += blocks.pages_held(request_id)
-        return True
+        if self._hasher is not None:
+            self._share_pages(request, request.num_computed_tokens + num_tokens)
+
+    def _share_pages(self, request: Request, num_tokens: int) -> None:
+        """Of the first `num_tokens` tokens, which the cache holds once this step has run."""
+        num_pages = num_tokens // self._blocks.page_size
+        if num_pages > self._blocks.num_shared_pages(request.request_id):
+            self._hash_pages(request)
+            self._blocks.share(request.request_id, request.page_hashes[:num_pages])
+
+    def _hash_pages(self, request: Request) -> None:
+        if self._hasher is not None:
+            request.prefix_root = request.prefix_root or self._hasher.root(request.cache_salt)
+            self._hasher.extend(request.page_hashes, request.prefix_root, request.tokens)
+
+    # Waiting requests
+
+    def _admit_waiting(self, plan: StepPlan) -> None:
+        admitted = []
+        for request in self.waiting.values():
+            if self._is_full(plan):
+                break
+            if self._awaits_prefix(request):
+                continue
+            num_tokens = self._admit(request, plan)
+            if num_tokens is None:
+                break
+            admitted.append(request)
+            self.running[request.request_id] = request
+            self._add_chunk(plan, request, num_tokens)
+        for request in admitted:
+            del self.waiting[request.request_id]
+
+    def _is_full(self, plan: StepPlan) -> bool:
+        limits = self.limits
+        if plan.num_tokens >= limits.max_batch_tokens or len(self.running) >= limits.max_requests_per_batch:
+            return True
+        return bool(self.running) and self._blocks.free_share < limits.safety_margin
+
+    def _awaits_prefix(self, request: Request) -> bool:
+        """Whether a page that the request needs next is about to be computed: then it waits rather than compute it too.
+
+        What is awaited is looked up once, and found again as long as it is still to come.
+        """
+        if self._hasher is None or request.num_computed_tokens:
+            return False
+        awaited = self._awaited.get(request.request_id)
+        if awaited is not None and self._blocks.is_promised(awaited):
+            return True
+        self._awaited.pop(request.request_id, None)
+        self._hash_pages(request)
+        cached = self._blocks.find_prefix(request.page_hashes)
+        if cached < len(request.page_hashes) and self._blocks.is_promised(request.page_hashes[cached]):
+            self._awaited[request.request_id] = request.page_hashes[cached]
+            return True
+        return False
+
+    def _admit(self, request: Request, plan: StepPlan) -> int | None:
+        """Give a waiting request its blocks. Returns how many tokens it runs in this step; None: there is no room."""
+        if self._blocks.is_offloaded(request.request_id):
+            return self._admit_offloaded(request, plan)
+        return self._admit_new(request, plan)
+
+    def _admit_new(self, request: Request, plan: StepPlan) -> int | None:
+        blocks, known = self._blocks, len(request.tokens)
+        # The last token is always computed: its logits are what the request is here for.
+        cached_pages = blocks.find_prefix(request.page_hashes[: (known - 1) // blocks.page_size])
+        room = self.limits.max_batch_tokens - plan.num_tokens
+        # Alone, it starts with as little as one token, if need be on blocks of its own: those it might share may lie
+        # scattered over more chunks than there are.
+        tries = [(cached_pages, room), (cached_pages, 1), (0, 1)]
+        for cached_pages, first in tries[: 1 if self.running else 3]:
+            cached = cached_pages * blocks.page_size
+            if blocks.admit(request.request_id, known, min(known, cached + first), request.page_hashes, cached_pages):
+                break
+        else:
+            return None
+        num_tokens = blocks.grow(request.request_id, cached, min(known - cached, room))
+        request.status = RequestStatus.PREFILLING
+        request.num_computed_tokens = cached
+        if request.first_scheduled_time < 0:
+            request.num_cached_tokens = cached
+            plan.num_cached_tokens += cached
+        return num_tokens
+
+    def _admit_offloaded(self, request: Request, plan: StepPlan) -> int | None:
+        blocks, known, computed = self._blocks, len(request.tokens), request.num_computed_tokens
+        num_tokens = min(known - computed, self.limits.max_batch_tokens - plan.num_tokens)
+        hashes = request.page_hashes[: computed // blocks.page_size]
+        tries = [(hashes, num_tokens), (hashes, 1), ([], 1)]  # as for a new one
+        for page_hashes, first in tries[: 1 if self.running else 3]:
+            copies = blocks.restore(request.request_id, known, computed + first, page_hashes)
+            if copies is not None:
+                plan.restores.append(copies)
+                return blocks.grow(request.request_id, computed, num_tokens)
+        return None
