@@ -13,15 +13,17 @@ from typing import Any, TextIO
 from legato.config import ContinuousBatchingConfig
 from legato.errors import InvalidValueError
 from legato.llm import LLM
+from legato.manager import ContinuousBatchingManager
 from legato.progress import completed
 from legato.request import GenerationOutput, RequestSpec
 from legato.text import decode, encode, encode_chat
+from legato.timeline import Timeline, check_can_draw, draw_timeline, write_chrome_trace
 
 INTERRUPTED = 130
 
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_ids")
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos")
-_OTHER_FIELDS = ("id", "max_new_tokens")
+_OTHER_FIELDS = ("id", "max_new_tokens", "cache_salt")
 
 Result = dict[str, Any]
 
@@ -98,6 +100,36 @@ def _what_is_wrong(fields: Mapping[str, Any]) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Pictures:
+    """Files that show what each request of a run went through.
+
+    Attributes:
+        timeline: a drawing; see `draw_timeline`.
+        trace: for Perfetto; see `write_chrome_trace`.
+    """
+
+    timeline: Path | None = None
+    trace: Path | None = None
+
+    @contextmanager
+    def of(self, manager: ContinuousBatchingManager) -> Iterator[None]:
+        """Watch the manager inside, write the files after."""
+        if self.timeline is None and self.trace is None:
+            yield
+            return
+        watched = Timeline()
+        manager.watch(watched.add)
+        try:
+            yield
+        finally:
+            manager.watch(None)
+            if self.timeline is not None:
+                draw_timeline(watched, self.timeline)
+            if self.trace is not None:
+                write_chrome_trace(watched, self.trace)
+
+
 def run_lines(
     lines: Sequence[PromptLine],
     model: str,
@@ -105,6 +137,7 @@ def run_lines(
     config: ContinuousBatchingConfig,
     output: Path | None,
     resume: bool,
+    pictures: Pictures,
 ) -> int:
     """Answer the lines and write the results.
 
@@ -112,10 +145,13 @@ def run_lines(
         load: given to `from_pretrained`.
         output: where; None: standard output.
         resume: keep the results that `output` holds already.
+        pictures: drawn at the end, of an interrupted run too.
 
     Returns:
         The exit status: 0, 1 if some lines failed, 130 if interrupted.
     """
+    if pictures.timeline is not None:
+        check_can_draw(pictures.timeline)
     done = _kept_results(lines, output) if resume and output is not None else {}
     todo = [line for line in lines if line.index not in done]
     if not todo:
@@ -125,7 +161,8 @@ def run_lines(
     # The model first: what it cannot load for must not have cost the file that is there.
     with LLM(model, continuous_batching_config=config, **load) as llm, _open(output, append=bool(done)) as file:
         writer = OrderedWriter(file, [line.index for line in todo])
-        finished = _answer(todo, llm, writer)
+        with pictures.of(llm.manager):
+            finished = _answer(todo, llm, writer)
     if done and output is not None:
         _sort_file(output, {**done, **writer.written})
     if not finished:
@@ -162,7 +199,7 @@ def _make_spec(line: PromptLine, tokenizer: Any) -> RequestSpec:
     else:
         input_ids = fields["prompt_ids"]
     sampling = {name: fields[name] for name in _SAMPLING_FIELDS if name in fields}
-    return RequestSpec(input_ids, fields["max_new_tokens"], sampling=sampling)
+    return RequestSpec(input_ids, fields["max_new_tokens"], cache_salt=fields.get("cache_salt"), sampling=sampling)
 
 
 def _result(line: PromptLine, output: GenerationOutput | None, text: str, error: str | None = None) -> Result:
@@ -174,6 +211,7 @@ def _result(line: PromptLine, output: GenerationOutput | None, text: str, error:
         "error": error if output is None else output.error,
         "num_prompt_tokens": 0 if output is None else len(output.prompt_ids),
         "num_generated_tokens": 0 if output is None else len(output.generated_tokens),
+        "num_cached_tokens": 0 if output is None else output.num_cached_tokens,
         "digest": line.digest,
     }
 

@@ -28,7 +28,10 @@ from tests.tiny import tiny_llama
 
 LEGATO = [sys.executable, "-m", "legato.cli"]
 LONG = 500  # tokens; a second or two
-RESULT_FIELDS = ["index", "text", "finish_reason", "error", "num_prompt_tokens", "num_generated_tokens", "digest"]
+RESULT_FIELDS = [
+    "index", "text", "finish_reason", "error",
+    "num_prompt_tokens", "num_generated_tokens", "num_cached_tokens", "digest",
+]  # fmt: skip
 
 Line = str | dict[str, Any]
 Result = dict[str, Any]

@@ -30,12 +30,24 @@ def generate(
     num_blocks: Annotated[int | None, typer.Option(help="Cache capacity in pages; what fits otherwise.")] = None,
     max_batch_tokens: Annotated[int | None, typer.Option(help="Tokens in one forward pass.")] = None,
     scheduler: Annotated[str, typer.Option(help="fifo or prefill_first.")] = "fifo",
+    sharing: Annotated[bool, typer.Option(help="Prefix caching: prompts that begin alike share it.")] = True,
+    offload_space: Annotated[
+        float, typer.Option(min=0, help="GiB of host memory for requests that must make room.")
+    ] = 0.0,
+    timeline: Annotated[
+        Path | None,
+        typer.Option(help="Draw what each request went through (svg, png or pdf; needs legato[plot]).", dir_okay=False),
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the same as a Chrome trace, for ui.perfetto.dev.", dir_okay=False)
+    ] = None,
 ) -> None:
     """Answer prompts, hundreds at a time, and write one JSON line for each, in input order.
 
     A line of FILE is plain text, or a JSON object with "prompt" (text), "messages" (a conversation for the model's
     chat template) or "prompt_ids" (token ids). Beside it may stand "id" (given back), "max_new_tokens", and sampling
-    for this line alone: "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos".
+    for this line alone: "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos". Lines with different
+    "cache_salt" share no cached prefix.
 
     \b
     A result line has:
@@ -43,12 +55,12 @@ def generate(
         text                  the answer
         finish_reason         stop, length or error
         error                 why this line failed, else null; the others are not touched
-        num_prompt_tokens, num_generated_tokens
+        num_prompt_tokens, num_generated_tokens, num_cached_tokens
         digest                of what was asked: --resume keeps a result only if its line is still the same
 
     Ctrl-C writes what is finished and exits with 130; --resume goes on from there. Exit status 1: some lines failed.
     """
-    from legato.batch_file import read_lines, run_lines
+    from legato.batch_file import Pictures, read_lines, run_lines
     from legato.cli.terminal import quiet_libraries_when_piped
     from legato.config import ContinuousBatchingConfig
     from legato.models import torch_dtype
@@ -61,9 +73,11 @@ def generate(
         num_blocks=num_blocks,
         max_batch_tokens=max_batch_tokens,
         scheduler_type=scheduler,
+        allow_block_sharing=sharing,
+        cpu_offload_space=offload_space,
     )
     load = {"device_map": device, **({} if dtype is None else {"dtype": torch_dtype(dtype)})}
     settings = {"model": model, "dtype": dtype, "max_new_tokens": max_new_tokens, "temperature": temperature}
     common = {name: value for name, value in settings.items() if value is not None}
     lines = read_lines(sys.stdin if prompts == "-" else Path(prompts), chat, common, seed)
-    raise typer.Exit(run_lines(lines, model, load, config, output, resume))
+    raise typer.Exit(run_lines(lines, model, load, config, output, resume, Pictures(timeline, trace)))
