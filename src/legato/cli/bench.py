@@ -62,3 +62,28 @@ def overhead(
     for model in GROUPS:
         for num_requests in requests or [64, 256, 1024, 4096]:
             print(json.dumps(measure_overhead(num_requests, model, page_size)), flush=True)
+
+
+@bench.command()
+def steps(
+    model: Annotated[str, typer.Option(help="Alias, model folder, .gguf file or hub id.")],
+    dtype: Annotated[str, typer.Option(help="Type of weights, cache and arithmetic.")] = "float32",
+    page_size: Annotated[int, typer.Option(help="Tokens a cache page holds.")] = 16,
+    max_batch_tokens: Annotated[int, typer.Option(help="Tokens in one forward pass.")] = 1024,
+) -> None:
+    """How long steps of many shapes take, and a cost model fitted to them: one JSON line for `simulate --cost`."""
+    from legato.bench.steps import measure_steps
+    from legato.cli.terminal import quiet_libraries_when_piped
+
+    quiet_libraries_when_piped()
+    print(json.dumps(measure_steps(model, dtype, page_size, max_batch_tokens)))
+
+
+@bench.command()
+def pool(
+    blocks: Annotated[int, typer.Option(min=1000, help="Blocks of the pool.")] = 1_000_000,
+) -> None:
+    """What the cache's accounts cost: allocate, free, find by hash and evict, one JSON line with microseconds each."""
+    from legato.bench.pool import measure_pool
+
+    print(json.dumps(measure_pool(blocks)))
