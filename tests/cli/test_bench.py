@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from legato import cli
+from legato.simulate.cost import CostModel, StepShape
 from tests.tiny import tiny_llama
 
 KEYS = ["engine", "workload", "dtype", "tokens", "seconds", "tokens_per_second"]
@@ -141,3 +142,33 @@ def test_usage_errors(bench: Run, workload: Callable[[Any], Path], arguments: li
     last = stderr.splitlines()[-1]
     assert last.startswith("Error: ")
     assert arguments[0] in last
+
+
+def lines_of(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], *arguments: str) -> list[Any]:
+    monkeypatch.setattr(sys, "argv", ["legato", "bench", *arguments])
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as exited:
+        cli.main()
+    assert not exited.value.code
+    return [json.loads(line) for line in capfd.readouterr().out.splitlines()]
+
+
+def test_steps_print_a_cost_model_that_simulate_takes(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], folder: str, tmp_path: Path
+) -> None:
+    [result] = lines_of(monkeypatch, capfd, "steps", "--model", folder)
+    assert result["steps"] > 50
+    file = tmp_path / "cost.json"
+    file.write_text(json.dumps(result))
+    cost = CostModel.load(file)
+    assert cost.seconds(StepShape(100, 10, 1000, 10_000)) > 0
+    assert cost.moved_page > 0
+
+
+def test_pool_prints_microseconds_of_every_operation(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    [result] = lines_of(monkeypatch, capfd, "pool", "--blocks", "5000")
+    assert list(result) == ["blocks", "allocate", "share", "free", "find", "acquire", "evict_and_allocate"]
+    assert result["blocks"] == 5000
+    assert all(value > 0 for value in result.values())

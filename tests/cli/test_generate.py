@@ -705,3 +705,44 @@ def test_results_are_written_in_order_as_soon_as_possible(order: list[int], coun
     writer.finish()
     assert [result["index"] for result in results_in(file.getvalue())] == sorted(order[:count])
     assert set(writer.written) == set(order[:count])
+
+
+# What was cached, and pictures of the run
+
+
+def test_lines_that_begin_alike_share_unless_their_salts_differ(
+    legato: Callable[..., Done], prompts: Callable[..., Path]
+) -> None:
+    common = list(range(100, 140))
+    lines = [{"prompt_ids": [*common, i], "cache_salt": salt} for i, salt in enumerate(("a", "a", "b"))]
+    settings = ["--page-size", 8, "--max-new-tokens", 2]
+    done = legato("--prompts", prompts(*lines), *settings)
+    assert sorted(result["num_cached_tokens"] for result in results_in(done.stdout)) == [0, 0, 40]
+    done = legato("--prompts", prompts(*lines), *settings, "--no-sharing")
+    assert [result["num_cached_tokens"] for result in results_in(done.stdout)] == [0, 0, 0]
+    done = legato("--prompts", prompts({"prompt_ids": [5], "cache_salt": 7}), *settings)
+    assert done.status == 1
+    assert "cache_salt=7" in results_in(done.stdout)[0]["error"]
+
+
+@pytest.mark.parametrize("offload_space", [0, 0.01])
+def test_pictures_show_a_run_under_pressure(
+    legato: Callable[..., Done], prompts: Callable[..., Path], tmp_path: Path, offload_space: float
+) -> None:
+    picture, trace = tmp_path / "run.svg", tmp_path / "run.json"
+    lines = [{"prompt_ids": [100 + i] * 30, "max_new_tokens": 40, "ignore_eos": True} for i in range(12)]
+    tight = ["--page-size", 4, "--num-blocks", 60, "--scheduler", "prefill_first", "--offload-space", offload_space]
+    done = legato("--prompts", prompts(*lines), *tight, "--timeline", picture, "--trace", trace)
+    assert (done.status, len(results_in(done.stdout))) == (0, 12)
+    assert "<svg" in picture.read_text()
+    states = {event["name"] for event in json.loads(trace.read_text())["traceEvents"] if event["ph"] == "X"}
+    assert {"waiting", "prefill", "decode"} <= states
+    assert ("offloaded" in states, "reset" in states) == (offload_space > 0, offload_space == 0)
+
+
+def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(
+    legato: Callable[..., Done], prompts: Callable[..., Path], output: Path
+) -> None:
+    done = legato("--prompts", prompts("Hi"), "--output", output, "--timeline", "run.gif")
+    assert_one_line_error(done, "run.gif", ".svg")
+    assert not output.exists()

@@ -14,7 +14,13 @@ from legato.cache.eviction import EVICTION_POLICIES
 from legato.cache.kv import HostCache, KVCache
 from legato.cache.pool import ChunkLayout
 from legato.cache.prefix import PageHasher
-from legato.cache.sizing import (
+from legato.config import ContinuousBatchingConfig, WorkloadHints
+from legato.engine.batch import BatchBuilder
+from legato.engine.engine import Engine
+from legato.engine.policy import SCHEDULING_POLICIES
+from legato.engine.runner import FORWARD_LOCK, ReferenceRunner, attention_configs
+from legato.engine.scheduler import Scheduler, StepLimits
+from legato.engine.sizing import (
     CacheSize,
     ModelShape,
     available_host_bytes,
@@ -23,12 +29,6 @@ from legato.cache.sizing import (
     swap_bytes,
     usable_bytes,
 )
-from legato.config import ContinuousBatchingConfig, WorkloadHints
-from legato.engine.batch import BatchBuilder
-from legato.engine.engine import Engine
-from legato.engine.policy import SCHEDULING_POLICIES
-from legato.engine.runner import FORWARD_LOCK, ReferenceRunner, attention_configs
-from legato.engine.scheduler import Scheduler, StepLimits
 from legato.errors import UnsupportedModelError
 
 logger = logging.getLogger(__name__)

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup, ChunkLayout
-from legato.cache.sizing import ModelShape, resolve_size, usable_bytes
 from legato.config import ContinuousBatchingConfig, WorkloadHints
+from legato.engine.sizing import ModelShape, resolve_size, usable_bytes
 from legato.errors import OutOfCacheMemoryError
 
 FULL = ModelShape((AttentionGroup(tuple(range(30)), None, 3, 64),), 49152, 576, 1536, 9, 8192, 4)

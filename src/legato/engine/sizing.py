@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 _SHARED_MEMORY_FACTOR = 0.5  # of the share, where the processor lives off the same memory
 
-# Measured with torch 2.13 and glibc 2.36; tests/cache/test_memory_budget.py holds them to it.
+# Measured with torch 2.13 and glibc 2.36; tests/engine/test_memory_budget.py holds them to it.
 _SAMPLING_BYTES = 40  # of a logit, where top-p peaks: float32 before and after sorting, int64 order, 3 in float64
 _SCORE_BYTES = 10  # of a score: as computed, and two of softmax's in float32
 # Tiles differ in size, each a little from the one before, so that a freed one is rarely used again: glibc's malloc has

@@ -12,9 +12,8 @@ import torch
 from transformers import GenerationConfig
 
 import legato
-from legato.cache import sizing
 from legato.config import ContinuousBatchingConfig
-from legato.engine import assemble
+from legato.engine import assemble, sizing
 from legato.request import GenerationOutput
 
 MIB = 1 << 20
