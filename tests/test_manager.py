@@ -832,6 +832,18 @@ def test_workload_hints_size_the_cache(model: Any) -> None:
 # All of it at once
 
 
+def test_a_request_cancelled_the_moment_it_was_submitted_ends_once(manager: ContinuousBatchingManager) -> None:
+    """Whichever of the two the engine sees first."""
+    manager.start()
+    ids = []
+    for _ in range(300):
+        ids.append(manager.add_request([5] * 30, max_new_tokens=2))
+        manager.cancel_request(ids[-1])
+    manager.stop()
+    finals = Counter(output.request_id for output in manager)
+    assert finals == Counter(ids)
+
+
 @pytest.mark.slow
 def test_random_lives_end_with_nothing_left(model: Any) -> None:
     """200 random sequences of start, add, cancel, pause, stop, hard stop and restart, by three threads each."""

@@ -5,13 +5,13 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
 from legato.config import ContinuousBatchingConfig
-from legato.errors import InvalidValueError
+from legato.errors import EngineError, InvalidValueError
 from legato.llm import LLM
 from legato.manager import ContinuousBatchingManager
 from legato.progress import completed
@@ -112,6 +112,23 @@ class Pictures:
     timeline: Path | None = None
     trace: Path | None = None
 
+    def check(self, output: Path | None) -> None:
+        """Refuse now what would fail after the run.
+
+        Raises:
+            InvalidValueError: two files are one, or a picture of that kind cannot be drawn.
+            OSError: a file cannot be written.
+            MissingExtraError: there is nothing to draw with.
+        """
+        if self.timeline is not None:
+            check_can_draw(self.timeline)
+        files = [path for path in (output, self.timeline, self.trace) if path is not None]
+        if len({path.resolve() for path in files}) < len(files):
+            raise InvalidValueError("--output, --timeline and --trace must be different files")
+        for path in (self.timeline, self.trace):
+            if path is not None:
+                path.touch()
+
     @contextmanager
     def of(self, manager: ContinuousBatchingManager) -> Iterator[None]:
         """Watch the manager inside, write the files after."""
@@ -123,11 +140,14 @@ class Pictures:
         try:
             yield
         finally:
-            manager.watch(None)
-            if self.timeline is not None:
-                draw_timeline(watched, self.timeline)
+            with suppress(EngineError):
+                manager.watch(None)
+            with manager.pause():  # until the step under way, if any, has ended: it still tells
+                pass
             if self.trace is not None:
                 write_chrome_trace(watched, self.trace)
+            if self.timeline is not None:
+                draw_timeline(watched, self.timeline)
 
 
 def run_lines(
@@ -150,8 +170,7 @@ def run_lines(
     Returns:
         The exit status: 0, 1 if some lines failed, 130 if interrupted.
     """
-    if pictures.timeline is not None:
-        check_can_draw(pictures.timeline)
+    pictures.check(output)
     done = _kept_results(lines, output) if resume and output is not None else {}
     todo = [line for line in lines if line.index not in done]
     if not todo:

@@ -177,7 +177,8 @@ class EngineThread:
                     observer(record)
             except BaseException:  # whatever it is, it must not end the engine that others wait for
                 logger.exception("the step observer failed and is not told any more")
-                engine.observer = None
+                if engine.observer is tell:
+                    engine.observer = None
 
         engine.observer = None if observer is None else tell
 

@@ -106,8 +106,10 @@ class ContinuousBatchingManager:
     def pause(self) -> Iterator[None]:
         """No step runs inside this context, so that weights can be changed. Nests, and may be used by several threads.
 
-        Requests that start after it share no cached prefix with those from before. A change of weights outside of it
-        is noticed too, unless it was written through `weight.data`.
+        Requests that start after it share no cached prefix with those from before. A change of parameters outside of it
+        is noticed too: any that training makes, once the engine was idle between; while requests run or wait, in-place
+        and replaced ones. Not noticed outside of it: changes of buffers, of adapters, of single values, and, while
+        requests run, writes through `weight.data` and by fused optimizers.
 
         Raises:
             ManagerStateError: called from the engine's own thread (a result handler).

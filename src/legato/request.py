@@ -136,10 +136,19 @@ class GenerationOutput:
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """State about one prompt. `tokens` is the prompt and all that was generated after it; K and V of the first
-    `num_computed_tokens` of them are in the cache. A soft reset only sets that number back to 0, and
-    `max_computed_tokens` remembers how far it had come. `page_hashes` are those of the leading complete pages, as far
-    as they have been asked for, chained from `prefix_root`, which is empty until then."""
+    """State about one prompt.
+
+    Attributes:
+        request_id, prompt_ids, params, max_new_tokens, stop_token_ids, seed, streaming, created_time: what was asked.
+        tokens: the prompt and all that was generated after it.
+        num_computed_tokens: how many of them have their K and V in the cache, or on the host.
+        max_computed_tokens: how many ever had: what is computed below that is computed again.
+        num_cached_tokens: prompt tokens that were found in the cache when the request first started.
+        cache_salt: only requests with the same one share pages.
+        prefix_root: where the chain of `page_hashes` begins; empty until it is asked for.
+        page_hashes: of the leading complete pages of `tokens`, as far as they have been asked for.
+        status, logprobs, timestamps, first_scheduled_time, finished_time, finish_reason, error: for its output.
+    """
 
     request_id: str
     prompt_ids: list[int]
@@ -168,10 +177,16 @@ class Request:
     def num_generated_tokens(self) -> int:
         return len(self.tokens) - len(self.prompt_ids)
 
-    def forget_pages(self) -> None:
-        """What the pages hold is to be asked for anew."""
-        self.prefix_root = b""
+    def start_chain(self, prefix_root: bytes) -> None:
+        """Hash the pages anew, chained from `prefix_root`; empty: the root is to be asked for."""
+        self.prefix_root = prefix_root
         self.page_hashes.clear()
+
+    def start_over(self) -> None:
+        """Soft reset: nothing is in the cache any more; all tokens stay."""
+        self.status = RequestStatus.PENDING
+        self.num_computed_tokens = 0
+        self.start_chain(b"")
 
     def finish(self, reason: str, error: str | None, now: float) -> None:
         """End the request at `now`, in seconds: with an error it has failed, without one it is finished."""

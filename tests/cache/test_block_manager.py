@@ -60,17 +60,17 @@ class BlockManagerMachine(RuleBasedStateMachine):
         }
         return tables, self.manager.pool.num_free
 
-    @rule(num_tokens=st.integers(1, 40), first_chunk=st.integers(0, 40))
-    def admit(self, num_tokens: int, first_chunk: int) -> None:
-        first_chunk = min(num_tokens, first_chunk)
-        places = [num_tokens if group.window is None else first_chunk for group in self.groups]
+    @rule(num_tokens=st.integers(1, 40), num_first_tokens=st.integers(0, 40))
+    def admit(self, num_tokens: int, num_first_tokens: int) -> None:
+        num_first_tokens = min(num_tokens, num_first_tokens)
+        places = [num_tokens if group.window is None else num_first_tokens for group in self.groups]
         fits = self.accounts.fits([self.pages(n) for n in places])
         before = self.snapshot()
         request_id = f"request {self.num_requests}"
         self.num_requests += 1
-        assert self.manager.admit(request_id, num_tokens, first_chunk) == fits
+        assert self.manager.admit(request_id, num_tokens, num_first_tokens) == fits
         if fits:
-            self.holders[request_id] = Holder(first_chunk, 0, places)
+            self.holders[request_id] = Holder(num_first_tokens, 0, places)
         else:
             assert self.snapshot() == before
 

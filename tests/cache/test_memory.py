@@ -596,15 +596,15 @@ class MemoryMachine(RuleBasedStateMachine):
         elif not self.manager.tables and self.claim_new(job, cached, 0):
             self.schedule(job, num_tokens)
 
-    def claim_new(self, job: Job, cached: int, first_chunk: int) -> bool:
+    def claim_new(self, job: Job, cached: int, num_first_tokens: int) -> bool:
         """Admitted, or refused for want of room and nothing has changed."""
         computed = cached * self.page_size
-        places = [job.num_known if group.window is None else first_chunk for group in self.groups]
+        places = [job.num_known if group.window is None else num_first_tokens for group in self.groups]
         pages = self.page_texts(job, len(job.hashes))
         found = [{p: at[pages[p]] for p in self.twin.seen(i, computed)} for i, at in enumerate(self.twin.found_at)]
         wanted = [max(0, self.pages(place) - cached) for place in places]
         owned, before = self.twin.owned(), self.twin.snapshot()
-        admitted = self.manager.admit(job.name, job.num_known, first_chunk, job.hashes, cached)
+        admitted = self.manager.admit(job.name, job.num_known, num_first_tokens, job.hashes, cached)
         if not self.has_claimed(job, admitted, wanted, found, owned, before):
             return False
         job.num_computed = job.num_seen = computed
@@ -936,7 +936,7 @@ def test_a_page_begun_before_the_weights_changed_is_not_shared_after() -> None:
 @pytest.mark.parametrize("name", EVICTION_POLICIES)
 def test_the_policy_asked_for_is_the_one_used(name: str) -> None:
     policy = EVICTION_POLICIES[name]()
-    assert BlockManager(LAYOUTS["full"].groups(8), 4, 9, policy).pool.policy is policy
+    assert BlockManager(LAYOUTS["full"].groups(8), 4, 9, policy).pool._policy is policy
 
 
 def test_no_content_is_lost_in_a_chunk_as_long_as_blank_ones_are_enough() -> None:

@@ -746,3 +746,12 @@ def test_a_picture_that_cannot_be_drawn_is_refused_before_the_run(
     done = legato("--prompts", prompts("Hi"), "--output", output, "--timeline", "run.gif")
     assert_one_line_error(done, "run.gif", ".svg")
     assert not output.exists()
+
+
+def test_files_that_would_overwrite_each_other_are_refused(
+    legato: Callable[..., Done], prompts: Callable[..., Path], tmp_path: Path
+) -> None:
+    same = tmp_path / "same.svg"
+    assert_one_line_error(legato("--prompts", prompts("Hi"), "--output", same, "--timeline", same), "different files")
+    assert not same.exists()
+    assert_one_line_error(legato("--prompts", prompts("Hi"), "--trace", tmp_path / "none" / "trace.json"), "none")

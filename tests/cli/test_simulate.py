@@ -70,8 +70,8 @@ def test_a_timeline_is_drawn(simulate: Run, tmp_path: Path) -> None:
     ("arguments", "words"),
     [
         (["--page-size", "100"], ["page_size=100", "divide 512"]),
-        (["--scheduler", "lifo"], ["scheduler='lifo'", "fifo, prefill_first"]),
-        (["--eviction", "random"], ["eviction='random'", "lru, newest_filled"]),
+        (["--scheduler", "lifo"], ["scheduler_type='lifo'", "fifo, prefill_first"]),
+        (["--eviction", "random"], ["eviction_policy='random'", "lru, newest_filled"]),
         (["--timeline", "out.gif"], ["out.gif", ".svg"]),
         (["--cost", str(DATA / "gsm8k_64.jsonl")], ["gsm8k_64.jsonl", "JSON"]),
         (["--format", "azure"], ["request 1 is not in azure format"]),

@@ -12,7 +12,7 @@ from legato.cache.swap import UnitCopies
 from legato.engine.batch import BatchBuilder
 from legato.engine.engine import BatchRunner, Engine
 from legato.engine.policy import SCHEDULING_POLICIES
-from legato.engine.scheduler import Evictions, Scheduler, StepLimits, StepPlan
+from legato.engine.scheduler import Preempted, Scheduler, StepLimits, StepPlan
 from legato.request import GenerationOutput, Request, RequestStatus
 from tests.cache.accounts import NUM_RESERVED, Accounts, Layout
 from tests.engine.toy import ToyMover, ToyRunner, seen_before
@@ -128,7 +128,7 @@ class CheckedBlocks(BlockManager):
         self,
         request_id: str,
         num_tokens: int,
-        first_chunk: int,
+        num_first_tokens: int,
         page_hashes: Sequence[bytes] = (),
         num_cached_pages: int = 0,
     ) -> bool:
@@ -138,13 +138,13 @@ class CheckedBlocks(BlockManager):
         assert page_hashes == request.page_hashes
         self.born.setdefault(request, self.num_weight_changes)
         self._check_hashes(request, page_hashes)
-        beyond = first_chunk - num_cached_pages * self.page_size
+        beyond = num_first_tokens - num_cached_pages * self.page_size
         self.asked[request_id] = max(beyond, self.asked.get(request_id, 0))
         longest = self.longest_prefix(page_hashes, (num_tokens - 1) // self.page_size)
         # Alone, a request may do without pages that lie where they take more chunks than there are.
         assert num_cached_pages == longest or not (self.tables or self.can_start(request, 1, longest))
         fits = self.can_start(request, beyond, num_cached_pages)
-        assert super().admit(request_id, num_tokens, first_chunk, page_hashes, num_cached_pages) == fits
+        assert super().admit(request_id, num_tokens, num_first_tokens, page_hashes, num_cached_pages) == fits
         if fits:
             self.known_at_start[request_id] = num_tokens
             if not request.max_computed_tokens:
@@ -152,18 +152,18 @@ class CheckedBlocks(BlockManager):
         return fits
 
     def restore(
-        self, request_id: str, num_tokens: int, first_chunk: int, page_hashes: Sequence[bytes] = ()
+        self, request_id: str, num_tokens: int, num_first_tokens: int, page_hashes: Sequence[bytes] = ()
     ) -> UnitCopies | None:
         request = self.requests[request_id]
         self._check_margin()
         assert num_tokens == len(request.tokens)
-        beyond = first_chunk - request.num_computed_tokens
+        beyond = num_first_tokens - request.num_computed_tokens
         self.asked[request_id] = max(beyond, self.asked.get(request_id, 0))
         shares = bool(page_hashes) or not request.page_hashes
         assert shares or not (self.tables or self.can_return(request, 1)), "pages that are in the cache are copied"
         fits = self.can_return(request, beyond, shares)
         num_found = [len(self.found_on_return(request, group)) if shares else 0 for group in range(len(self.groups))]
-        copies = super().restore(request_id, num_tokens, first_chunk, page_hashes)
+        copies = super().restore(request_id, num_tokens, num_first_tokens, page_hashes)
         assert (copies is not None) == fits
         if copies is not None:
             sizes = [group.block_size(self.page_size) for group in self.groups]
@@ -244,10 +244,12 @@ class CheckedScheduler(Scheduler):
         self.blocks.requests[request.request_id] = request
 
     def forget_prefixes(self) -> None:
-        for request in self.waiting.values():
-            if not self.blocks.is_offloaded(request.request_id):
-                self.blocks.born.pop(request, None)
+        """Whoever has begun is alone from now on with what it computes; whoever has not begins anew."""
         self.blocks.num_weight_changes += 1
+        for request in (*self.running.values(), *self.waiting.values()):
+            self.blocks.born.pop(request, None)
+            if request.num_computed_tokens:
+                self.blocks.born[request] = -1 - len(self.blocks.content_of) - id(request)
         super().forget_prefixes()
 
     # A step
@@ -351,13 +353,13 @@ class CheckedScheduler(Scheduler):
 
     # Room for it
 
-    def make_room(self, plan: StepPlan, evictions: Evictions) -> None:
+    def make_room(self, plan: StepPlan, preempted: Preempted) -> None:
         assert plan is self.plan
-        super().make_room(plan, evictions)
+        super().make_room(plan, preempted)
         stalled = self._stalled()
         assert not stalled or len(self.running) == 1 or self._can_go_on(stalled)
 
-    def evict(self, request: Request, evictions: Evictions) -> None:
+    def preempt(self, request: Request, preempted: Preempted) -> None:
         stalled = self._stalled()
         assert request is stalled[-1], "not the newest stalled request"
         assert all(chunk.request is not request for chunk in self.plan.chunks)
@@ -365,16 +367,16 @@ class CheckedScheduler(Scheduler):
         assert not self._can_go_on(stalled), "without need"
         before = (request.num_computed_tokens, request.status, request.tokens.copy())
         goes_to_host = self.blocks.has_swap_room(request)
-        super().evict(request, evictions)
+        super().preempt(request, preempted)
         if goes_to_host:
             self.num_offloads += 1
-            assert evictions.offloaded[-1] is request
-            assert len(evictions.copies) == len(evictions.offloaded)
+            assert preempted.offloaded[-1] is request
+            assert len(preempted.copies) == len(preempted.offloaded)
             assert (request.num_computed_tokens, request.status, request.tokens) == before
         else:
             self.num_resets += 1
             self.blocks.born.pop(request, None)
-            assert evictions.reset[-1] is request
+            assert preempted.reset[-1] is request
             assert (request.num_computed_tokens, request.status, request.tokens) == (
                 0, RequestStatus.PENDING, before[2],
             )  # fmt: skip
@@ -466,7 +468,7 @@ class Setup:
         assert not scheduler.waiting
         blocks.accounts.check_all_free()
         assert blocks.swap.num_free == blocks.num_swap_units
-        assert blocks.num_offloaded == scheduler.num_offloaded == 0
+        assert blocks.num_offloaded == 0
         for allocator, per_chunk in zip(blocks.allocators, blocks.per_chunk, strict=True):
             assert not any(map(allocator.num_owners, range(blocks.pool.num_chunks * per_chunk)))
         for left in (blocks._promised, blocks._promises, blocks._num_shared_pages, scheduler._awaited):

@@ -6,7 +6,6 @@ needs a third.
 
 import pytest
 
-from legato.engine.engine import Engine
 from legato.request import Request, RequestStatus, SamplingParams
 from tests.cache.accounts import LAYOUTS
 from tests.engine.checked import PLENTY, Setup
@@ -281,10 +280,3 @@ def test_what_an_offloaded_request_computed_is_not_shared_after_a_change_of_weig
     check_tokens(setup, *after, weights=1)
     assert [request.num_cached_tokens for request in after] == [0, 0, 0]
     setup.check_nothing_leaks()
-
-
-def test_an_engine_without_host_memory_needs_no_mover() -> None:
-    setup, requests = crowd(6, "abc", 0)
-    setup.engine = Engine(setup.scheduler, setup.blocks, setup.builder, setup.runner)
-    finish(setup, requests)
-    assert setup.engine.stats.num_resets == 1

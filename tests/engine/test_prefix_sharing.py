@@ -137,7 +137,7 @@ def test_a_shared_prefix_outlives_the_request_that_computed_it() -> None:
 def test_a_prefix_that_had_to_make_room_is_computed_again() -> None:
     setup = Setup.of(LAYOUTS["full"], 5)
     finish(setup, make_request("first", COMMON[:16]))
-    assert finish(setup, make_request("large", 20)).num_evicted_chunks == 4
+    assert finish(setup, make_request("large", 20)).num_evicted_blocks == 4
     assert finish(setup, make_request("second", COMMON[:16])).num_cached_tokens == 0
 
 
@@ -145,7 +145,7 @@ def test_the_end_of_a_prefix_makes_room_before_its_beginning() -> None:
     """Of 5 blocks 4 hold the first prompt; the other takes the fifth and one of these."""
     setup = Setup.of(LAYOUTS["full"], 5)
     finish(setup, make_request("first", COMMON[:16]))
-    assert finish(setup, make_request("other", 8)).num_evicted_chunks == 1
+    assert finish(setup, make_request("other", 8)).num_evicted_blocks == 1
     assert finish(setup, make_request("second", COMMON[:16] + toy_prompt("own", 1))).num_cached_tokens == 12
 
 
@@ -176,7 +176,7 @@ def test_nothing_is_shared_when_sharing_is_off() -> None:
         b for t in setup.blocks.tables["1"] for b in t.blocks
     }
     stats = finish(setup, make_request("2", COMMON[:20], 3))
-    assert (stats.num_cached_tokens, stats.num_evicted_chunks, stats.num_prompt_tokens) == (0, 0, 60)
+    assert (stats.num_cached_tokens, stats.num_evicted_blocks, stats.num_prompt_tokens) == (0, 0, 60)
     assert not any(allocator.num_cached_blocks for allocator in setup.blocks.allocators)
 
 
@@ -206,7 +206,7 @@ def test_a_hit_needs_the_full_prefix_and_only_the_last_window_of_the_sliding_one
     each back as its window (two pages) moves on. Of 12 chunks, 8 and 4 hold what is left: sliding pages 4 to 7."""
     setup = Setup.of(LAYOUTS["1 full, 1 sliding"], 12, window=8, max_batch_tokens=4)
     finish(setup, make_request("first", COMMON[:32]))
-    assert setup.engine.stats.num_evicted_chunks == 4
+    assert setup.engine.stats.num_evicted_blocks == 4
     longer = make_request("longer", COMMON[:length] + toy_prompt("own", 1))
     finish(setup, longer)
     assert longer.num_cached_tokens == cached

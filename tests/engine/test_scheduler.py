@@ -231,7 +231,7 @@ class EngineMachine(RuleBasedStateMachine):
                 if request.num_generated_tokens:
                     assert self.num_prefilled[request] + request.num_cached_tokens == len(request.prompt_ids)
         if not scheduler.sharing:
-            assert stats.num_cached_tokens == stats.num_evicted_chunks == 0
+            assert stats.num_cached_tokens == stats.num_evicted_blocks == 0
         if blocks.num_swap_units == PLENTY:
             assert not stats.num_resets
 
@@ -396,6 +396,8 @@ class FailingRunner:
 
     def weights_version(self) -> int:
         return 0
+
+    weights_sample = weights_version
 
     def run(self, batch: Batch) -> StepResult:
         self.failed = not self.failed

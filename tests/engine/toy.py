@@ -36,6 +36,8 @@ class ToyRunner:
     def weights_version(self) -> int:
         return self.weights
 
+    weights_sample = weights_version
+
     @property
     def units(self) -> NDArray[np.uint64]:
         """The memory in the pieces that `UnitCopies` count. It keeps a number where a cache keeps both K and V."""

@@ -73,7 +73,7 @@ def test_hits_one_after_another_are_those_of_a_plain_cache(requests: list[TraceR
     assert cached + computed == sum(r.prompt_length for r in requests)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=400, deadline=None)
 @given(
     requests=traces(),
     num_blocks=st.integers(11, 60),
@@ -139,3 +139,23 @@ def test_a_request_waits_for_its_arrival_and_its_first_token() -> None:
 def test_a_page_size_that_cuts_across_the_traces_blocks_is_refused() -> None:
     with pytest.raises(InvalidValueError, match=r"page_size=100 is not allowed: it must divide 512"):
         run([TraceRequest(0.0, 10, 3, [1], 512)], page_size=100)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"num_blocks": 10**14}, "num_blocks"),
+        ({"num_swap_blocks": -1}, "num_swap_blocks"),
+        ({"scheduler_type": "lifo"}, "scheduler_type='lifo'"),
+        ({"eviction_policy": "random"}, "eviction_policy='random'"),
+        ({"safety_margin": 2}, "safety_margin"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_name(config: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidValueError, match=message):
+        run([TraceRequest(0.0, 10, 3)], **config)
+
+
+def test_times_beyond_all_reason_are_counted_too() -> None:
+    result = run([TraceRequest(0.0, 10, 3)], page_size=16, cost=CostModel(step=1e12))
+    assert result["inter_token_seconds"]["p50"] > 1e7

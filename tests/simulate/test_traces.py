@@ -46,9 +46,17 @@ def test_repeated_traces_follow_each_other_and_share_nothing() -> None:
         ("mooncake", '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [1]}', 1),
         ("mooncake", '{"timestamp": 0, "input_length": 0, "output_length": 5, "hash_ids": []}', 1),
         ("mooncake", '{"timestamp": 0, "input_length": 5, "output_length": -1, "hash_ids": [1]}', 1),
+        ("mooncake", '{"timestamp": NaN, "input_length": 5, "output_length": 1, "hash_ids": [1]}', 1),
+        ("mooncake", '{"timestamp": 0, "input_length": Infinity, "output_length": 1, "hash_ids": [1]}', 1),
+        ("mooncake", '{"timestamp": 0, "input_length": 5, "output_length": 1e300, "hash_ids": [1]}', 1),
+        ("mooncake", '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [-1]}', 1),
+        ("mooncake", '{"timestamp": 0, "input_length": 5, "output_length": 1, "hash_ids": [18446744073709551616]}', 1),
+        ("mooncake", "[" * 100_000, 1),
         ("mooncake", "[1, 2]", 1),
         ("mooncake", "nonsense", 1),
         ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,2", 1),
+        ("azure", '{"timestamp": 0, "input_length": 5}', 1),
+        ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\n" + "1" * 200_000, 1),
         ("azure", "TIMESTAMP,ContextTokens\n2023-11-16 18:15:46.6805900,1", 1),
         ("azure", "TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:15:46.6805900,many,2", 1),
     ],
@@ -60,3 +68,11 @@ def test_what_is_not_of_the_format_is_refused_by_number(
     file.write_text(content)
     with pytest.raises(InvalidValueError, match=rf"request {request_number} is not in {trace_format} format"):
         read_trace(file, trace_format)
+
+
+def test_blank_lines_are_passed_over_and_the_first_request_comes_at_0(tmp_path: Path) -> None:
+    file = tmp_path / "trace"
+    line = '{"timestamp": %d, "input_length": 5, "output_length": 0, "hash_ids": [1]}\n'
+    file.write_text(line % 7000 + "\n" + line % 5000 + "\n\n")
+    requests = read_trace(file, "mooncake")
+    assert [(r.arrival, r.output_length) for r in requests] == [(0, 1), (2, 1)]

@@ -3,11 +3,13 @@
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from legato.cache.block_manager import BlockManager
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup
 from legato.cache.prefix import PageHasher
+from legato.cache.swap import UnitCopies
 from legato.engine.batch import Batch, BatchBuilder, StepResult
 from legato.engine.engine import Engine
 from legato.engine.policy import SCHEDULING_POLICIES
@@ -26,10 +28,18 @@ WARM_UP_STEPS = 3
 
 
 class _NoModel:
-    """Gives every sampled row the same token at once."""
+    """Gives every sampled row the same token at once, and moves nothing."""
 
     def weights_version(self) -> int:
         return 0
+
+    weights_sample = weights_version
+
+    def offload(self, copies: Sequence[UnitCopies]) -> None:
+        pass
+
+    def restore(self, copies: Sequence[UnitCopies]) -> None:
+        pass
 
     def run(self, batch: Batch) -> StepResult:
         return StepResult([5] * len(batch.logits_indices), None)
@@ -68,7 +78,8 @@ def _engine(num_requests: int, model: str, page_size: int, num_steps: int) -> En
     blocks = BlockManager(groups, page_size, chunks)
     limits = StepLimits(max_batch_tokens=8192, max_requests_per_batch=num_requests, safety_margin=0.0)
     scheduler = Scheduler(SCHEDULING_POLICIES["fifo"], limits, blocks, PageHasher(page_size))
-    engine = Engine(scheduler, blocks, BatchBuilder(page_size, len(groups)), _NoModel())
+    no_model = _NoModel()
+    engine = Engine(scheduler, blocks, BatchBuilder(page_size, len(groups)), no_model, no_model)
     rng = random.Random(0)
     for i in range(num_requests):
         prompt = [i] * rng.randrange(1, MAX_PROMPT)

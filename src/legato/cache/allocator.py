@@ -47,8 +47,8 @@ class BlockAllocator:
         self.blocks_per_chunk = blocks_per_chunk
         self.window = window
         self._pool = pool
-        self._num_owners = [0] * (pool.num_chunks * blocks_per_chunk)
-        self._num_owned: dict[int, int] = {}  # owned blocks in each chunk of ours
+        self._ref_counts = [0] * (pool.num_chunks * blocks_per_chunk)
+        self._owned_in_chunk: dict[int, int] = {}  # owned blocks in each chunk of ours
         # Free blocks in chunks of ours, blank and with content; the latter oldest first.
         self._blank: dict[int, None] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()
@@ -64,7 +64,7 @@ class BlockAllocator:
 
     def num_owners(self, block: int) -> int:
         """Requests that own the block."""
-        return self._num_owners[block]
+        return self._ref_counts[block]
 
     def find(self, block_hash: bytes) -> int | None:
         """The block with that content."""
@@ -110,39 +110,40 @@ class BlockAllocator:
             elif self._cached and not (max_chunks and self._pool.num_blank):
                 block, _ = self._cached.popitem(last=False)
                 self._forget(block)
+                self._pool.num_evicted += 1
             else:
                 max_chunks -= 1
                 block = self._take_chunk()
-            self._num_owned[block // self.blocks_per_chunk] += 1
-            self._num_owners[block] = 1
+            self._owned_in_chunk[block // self.blocks_per_chunk] += 1
+            self._ref_counts[block] = 1
             taken.append(block)
         return taken
 
     def acquire(self, blocks: Iterable[int]) -> None:
         """Own blocks that hold content, besides those who own them already."""
         for block in blocks:
-            self._num_owners[block] += 1
-            if self._num_owners[block] > 1:
+            self._ref_counts[block] += 1
+            if self._ref_counts[block] > 1:
                 continue
             chunk = block // self.blocks_per_chunk
-            if chunk in self._num_owned:
-                self._num_owned[chunk] += 1
+            if chunk in self._owned_in_chunk:
+                self._owned_in_chunk[chunk] += 1
                 del self._cached[block]
             else:
                 self._reclaim_chunk(chunk, block)
 
     def release(self, blocks: Sequence[int]) -> None:
         """One owner less for each block, last first, so that a prefix outlives what follows it."""
-        num_owners, num_owned, per_chunk = self._num_owners, self._num_owned, self.blocks_per_chunk
+        ref_counts, owned_in_chunk, per_chunk = self._ref_counts, self._owned_in_chunk, self.blocks_per_chunk
         for block in reversed(blocks):
-            num_owners[block] -= 1
-            if num_owners[block]:
+            ref_counts[block] -= 1
+            if ref_counts[block]:
                 continue
             chunk = block // per_chunk
-            if num_owned[chunk] == 1:
+            if owned_in_chunk[chunk] == 1:
                 self._give_back_chunk(chunk, block)
             else:
-                num_owned[chunk] -= 1
+                owned_in_chunk[chunk] -= 1
                 (self._cached if block in self._hash_of else self._blank)[block] = None
 
     def release_out_of_window(self, table: BlockTable, num_computed_tokens: int) -> None:
@@ -160,13 +161,14 @@ class BlockAllocator:
         if block_hash not in self._block_of:
             self._block_of[block_hash] = block
             self._hash_of[block] = block_hash
-            self._pool.policy.filled(block // self.blocks_per_chunk)
+            self._pool.filled(block // self.blocks_per_chunk)
 
     def forget_chunk(self, chunk: int) -> None:
         """The pool gave the chunk away."""
         for block in self._blocks_in(chunk):
             if block in self._hash_of:
                 self._forget(block)
+                self._pool.num_evicted += 1
 
     def forget_content(self) -> None:
         """Nothing is to be found any more; owners keep what they own."""
@@ -184,7 +186,7 @@ class BlockAllocator:
     def _take_chunk(self) -> int:
         """A chunk's first block; the others are blank."""
         chunk = self._pool.take()
-        self._num_owned[chunk] = 0
+        self._owned_in_chunk[chunk] = 0
         first = chunk * self.blocks_per_chunk
         for block in range(first + self.blocks_per_chunk - 1, first, -1):
             self._blank[block] = None
@@ -193,7 +195,7 @@ class BlockAllocator:
     def _reclaim_chunk(self, chunk: int, first_owned: int) -> None:
         """An idle chunk is ours again, for the sake of `first_owned`."""
         self._pool.reclaim(chunk)
-        self._num_owned[chunk] = 1
+        self._owned_in_chunk[chunk] = 1
         if self.blocks_per_chunk > 1:
             for block in self._blocks_in(chunk):
                 if block != first_owned:
@@ -201,7 +203,7 @@ class BlockAllocator:
 
     def _give_back_chunk(self, chunk: int, last_owned: int) -> None:
         """`last_owned` is the block that nobody owns any more either."""
-        del self._num_owned[chunk]
+        del self._owned_in_chunk[chunk]
         has_content = last_owned in self._hash_of
         if self.blocks_per_chunk > 1:
             for block in self._blocks_in(chunk):

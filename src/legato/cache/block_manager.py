@@ -132,18 +132,18 @@ class BlockManager:
         self,
         request_id: str,
         num_tokens: int,
-        first_chunk: int,
+        num_first_tokens: int,
         page_hashes: Sequence[bytes] = (),
         num_cached_pages: int = 0,
     ) -> bool:
         """Give a new request its blocks, or nothing at all.
 
         Full-attention layers get room for all `num_tokens` known tokens at once, so that two long prompts cannot
-        each take half of the cache and wait for the other; sliding ones for the first `first_chunk`, since they
+        each take half of the cache and wait for the other; sliding ones for the first `num_first_tokens`, since they
         give blocks back as they go on.
 
         Args:
-            first_chunk: tokens, the cached ones included, that the first step covers.
+            num_first_tokens: tokens, the cached ones included, that the first step covers.
             page_hashes: of the complete pages of the known tokens.
             num_cached_pages: how many of them `find_prefix` has just found.
 
@@ -153,7 +153,7 @@ class BlockManager:
         wanted = []
         for allocator in self.allocators:
             first_live = min(allocator.first_visible_page(num_cached_pages * self.page_size), num_cached_pages)
-            end = self._num_pages(num_tokens if allocator.window is None else first_chunk)
+            end = self._num_pages(num_tokens if allocator.window is None else num_first_tokens)
             found = [allocator.find(page_hash) for page_hash in page_hashes[first_live:num_cached_pages]]
             wanted.append(_Wanted(first_live, found + [None] * (end - num_cached_pages)))
         if not self._claim(request_id, wanted):
@@ -217,8 +217,8 @@ class BlockManager:
             num_computed_tokens: tokens whose K and V are in the cache.
 
         Returns:
-            What must be copied to the host before anything else is written to the cache; None, and nothing is done,
-            when the host has no room.
+            What must be copied to the host before anything else is written to the cache; None when the host has no
+            room: then only blocks that left the window are freed.
         """
         end = self._num_pages(num_computed_tokens)
         tables = self.tables[request_id]
@@ -228,18 +228,18 @@ class BlockManager:
         num_units = sum(len(blocks) * units for blocks, units in zip(kept, self._units_per_block, strict=True))
         if num_units > self.swap.num_free:
             return None
-        groups, copies = [], UnitCopies([], [])
+        groups: list[SwappedGroup] = []
+        cache_units: list[int] = []
         for table, blocks, per_block in zip(tables, kept, self._units_per_block, strict=True):
             units = self.swap.take(len(blocks) * per_block)
             groups.append(SwappedGroup(table.first_live, len(blocks), units))
-            copies.cache_units.extend(unit for block in blocks for unit in _units(block, per_block))
-            copies.host_units.extend(units)
+            cache_units.extend(unit for block in blocks for unit in _units(block, per_block))
         self.free(request_id)
         self._swapped[request_id] = tuple(groups)
-        return copies
+        return UnitCopies(cache_units, [unit for group in groups for unit in group.units])
 
     def restore(
-        self, request_id: str, num_tokens: int, first_chunk: int, page_hashes: Sequence[bytes] = ()
+        self, request_id: str, num_tokens: int, num_first_tokens: int, page_hashes: Sequence[bytes] = ()
     ) -> UnitCopies | None:
         """Give an offloaded request blocks again, as `admit` does, and its place on the host back.
 
@@ -257,24 +257,25 @@ class BlockManager:
         for allocator, group in zip(self.allocators, swapped, strict=True):
             end = group.first_page + group.num_pages
             found = [allocator.find(page_hash) for page_hash in page_hashes[group.first_page : end]]
-            pages = max(end, self._num_pages(num_tokens if allocator.window is None else first_chunk))
+            pages = max(end, self._num_pages(num_tokens if allocator.window is None else num_first_tokens))
             blank = pages - group.first_page - len(found)
             wanted.append(_Wanted(group.first_page, found + [None] * blank))
         if not self._claim(request_id, wanted):
             return None
-        copies = UnitCopies([], [])
+        cache_units: list[int] = []
+        host_units: list[int] = []
         for want, table, group, per_block in zip(
             wanted, self.tables[request_id], swapped, self._units_per_block, strict=True
         ):
             for i in range(group.num_pages):
                 if want.blocks[i] is None:
-                    copies.cache_units.extend(_units(table.blocks[group.first_page + i], per_block))
-                    copies.host_units.extend(group.units[i * per_block : (i + 1) * per_block])
+                    cache_units.extend(_units(table.blocks[group.first_page + i], per_block))
+                    host_units.extend(group.units[i * per_block : (i + 1) * per_block])
             self.swap.give_back(group.units)
         del self._swapped[request_id]
         self._num_shared_pages[request_id] = 0
         self.share(request_id, page_hashes)
-        return copies
+        return UnitCopies(cache_units, host_units)
 
     def forget_content(self) -> None:
         """The weights have changed: no page computed so far may be shared with a request to come."""

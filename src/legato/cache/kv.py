@@ -1,6 +1,6 @@
 """The tensors of the paged cache: one flat allocation, seen through a view for each layer."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,6 +8,8 @@ from torch import Tensor
 
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup, ChunkLayout
 from legato.cache.swap import UnitCopies
+
+MAX_TRANSFER_BYTES = 64 << 20  # gathered beside the cache: no more than a step takes anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,26 +98,26 @@ class HostCache:
             self._host = self._empty(num_units)
 
     def offload(self, copies: Sequence[UnitCopies]) -> None:
-        """Copy units to the host: gathered, one transfer for all."""
-        cache_units, host_units = _indices(copies)
-        gathered = self._cache.index_select(0, cache_units.to(self._cache.device))
-        if self._pinned:
-            gathered = self._empty(len(host_units)).copy_(gathered)
-        self._host.index_copy_(0, host_units, gathered)
+        """Copy units to the host: gathered, one transfer for all, or one for each `MAX_TRANSFER_BYTES`."""
+        for cache_units, host_units in self._slices(copies):
+            gathered = self._cache.index_select(0, cache_units.to(self._cache.device))
+            if self._pinned:
+                gathered = self._empty(len(host_units)).copy_(gathered)
+            self._host.index_copy_(0, host_units, gathered)
 
     def restore(self, copies: Sequence[UnitCopies]) -> None:
-        """Copy units back to the cache: one transfer for all, then scattered."""
-        cache_units, host_units = _indices(copies)
-        gathered = torch.index_select(self._host, 0, host_units, out=self._empty(len(host_units)))
-        gathered = gathered.to(self._cache.device, non_blocking=True)
-        self._cache.index_copy_(0, cache_units.to(self._cache.device), gathered)
+        """Copy units back to the cache as `offload` does, then scatter them."""
+        for cache_units, host_units in self._slices(copies):
+            gathered = torch.index_select(self._host, 0, host_units, out=self._empty(len(host_units)))
+            gathered = gathered.to(self._cache.device, non_blocking=True)
+            self._cache.index_copy_(0, cache_units.to(self._cache.device), gathered)
+
+    def _slices(self, copies: Sequence[UnitCopies]) -> Iterator[tuple[Tensor, Tensor]]:
+        cache_units = torch.tensor([unit for copy in copies for unit in copy.cache_units], dtype=torch.int64)
+        host_units = torch.tensor([unit for copy in copies for unit in copy.host_units], dtype=torch.int64)
+        size = max(1, MAX_TRANSFER_BYTES // (self._cache.shape[1] * self._cache.element_size()))
+        return zip(cache_units.split(size), host_units.split(size), strict=True)
 
     def _empty(self, num_units: int) -> Tensor:
         size = (num_units, self._cache.shape[1])
         return torch.empty(size, dtype=self._cache.dtype, pin_memory=self._pinned)
-
-
-def _indices(copies: Sequence[UnitCopies]) -> tuple[Tensor, Tensor]:
-    cache_units = [unit for copy in copies for unit in copy.cache_units]
-    host_units = [unit for copy in copies for unit in copy.host_units]
-    return torch.tensor(cache_units, dtype=torch.int64), torch.tensor(host_units, dtype=torch.int64)

@@ -74,13 +74,16 @@ class ChunkPool:
     Args:
         num_chunks: chunks in all, the reserved ones included; at least 3.
         policy: which idle chunk loses its content first. Eviction is lazy: blank ones are taken before.
+
+    Attributes:
+        num_evicted: blocks whose content had to go so far.
     """
 
     def __init__(self, num_chunks: int, policy: EvictionPolicy) -> None:
         if num_chunks <= RESERVED_CHUNKS:
             raise ValueError(f"num_chunks={num_chunks} is not allowed: it must be at least {RESERVED_CHUNKS + 1}")
         self.num_chunks = num_chunks
-        self.policy = policy
+        self._policy = policy
         self.num_evicted = 0
         # Lowest ids first, and the most recently freed before them: memory that was touched is touched again.
         self._blank = list(range(num_chunks - 1, RESERVED_CHUNKS - 1, -1))
@@ -105,9 +108,8 @@ class ChunkPool:
         """A chunk that nobody owns, blank from now on. The caller has checked `num_free`."""
         if self._blank:
             return self._blank.pop()
-        chunk = self.policy.pop()
+        chunk = self._policy.pop()
         self._holders.pop(chunk).forget_chunk(chunk)
-        self.num_evicted += 1
         return chunk
 
     def give_back(self, chunk: int, holder: ContentHolder | None) -> None:
@@ -116,16 +118,20 @@ class ChunkPool:
             self._blank.append(chunk)
         else:
             self._holders[chunk] = holder
-            self.policy.add(chunk)
+            self._policy.add(chunk)
 
     def reclaim(self, chunk: int) -> None:
         """Take an idle chunk with its content: a hit."""
-        self.policy.remove(chunk)
+        self._policy.remove(chunk)
         del self._holders[chunk]
+
+    def filled(self, chunk: int) -> None:
+        """An owned chunk was given content."""
+        self._policy.filled(chunk)
 
     def forget_content(self) -> None:
         """Make every idle chunk blank. Their holders have forgotten what was in them."""
         for chunk in self._holders:
-            self.policy.remove(chunk)
+            self._policy.remove(chunk)
         self._blank += self._holders
         self._holders.clear()

@@ -29,6 +29,10 @@ class PageHasher:
         """Where the chain of a request that starts now begins."""
         return hashlib.sha256(f"{self._num_weight_changes} {cache_salt!a}".encode()).digest()
 
+    def private_root(self, request_id: str) -> bytes:
+        """A chain that no other request has: for one whose pages were computed under different weights."""
+        return hashlib.sha256(f"{self._num_weight_changes} private {request_id!a}".encode()).digest()
+
     def extend(self, hashes: list[bytes], root: bytes, tokens: Sequence[int]) -> None:
         """Append the hashes of the complete pages of `tokens` beyond those that `hashes` covers already."""
         size = self.page_size

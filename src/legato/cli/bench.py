@@ -68,8 +68,8 @@ def overhead(
 def steps(
     model: Annotated[str, typer.Option(help="Alias, model folder, .gguf file or hub id.")],
     dtype: Annotated[str, typer.Option(help="Type of weights, cache and arithmetic.")] = "float32",
-    page_size: Annotated[int, typer.Option(help="Tokens a cache page holds.")] = 16,
-    max_batch_tokens: Annotated[int, typer.Option(help="Tokens in one forward pass.")] = 1024,
+    page_size: Annotated[int, typer.Option(min=4, help="Tokens a cache page holds.")] = 16,
+    max_batch_tokens: Annotated[int, typer.Option(min=1, help="Tokens in one forward pass.")] = 1024,
 ) -> None:
     """How long steps of many shapes take, and a cost model fitted to them: one JSON line for `simulate --cost`."""
     from legato.bench.steps import measure_steps
@@ -81,7 +81,7 @@ def steps(
 
 @bench.command()
 def pool(
-    blocks: Annotated[int, typer.Option(min=1000, help="Blocks of the pool.")] = 1_000_000,
+    blocks: Annotated[int, typer.Option(min=1000, max=10_000_000, help="Blocks of the pool.")] = 1_000_000,
 ) -> None:
     """What the cache's accounts cost: allocate, free, find by hash and evict, one JSON line with microseconds each."""
     from legato.bench.pool import measure_pool

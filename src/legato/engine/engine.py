@@ -3,14 +3,14 @@
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from legato.cache.block_manager import BlockManager, BlockTables
 from legato.cache.swap import UnitCopies
 from legato.engine.batch import StepResult
 from legato.engine.observer import StepObserver, StepRecord
-from legato.engine.scheduler import Evictions, ScheduledChunk, Scheduler, StepPlan
+from legato.engine.scheduler import Preempted, ScheduledChunk, Scheduler, StepPlan
 from legato.request import GenerationOutput, Request, RequestStatus
 
 
@@ -29,7 +29,10 @@ class BatchRunner(Protocol):
     def run(self, batch: Any) -> StepResult: ...
 
     def weights_version(self) -> int:
-        """A number that changes when the weights do."""
+        """A number that changes when the weights do, as far as that is cheap to see."""
+
+    def weights_sample(self) -> int:
+        """The same from their values: slower, and sees more."""
 
 
 class BlockMover(Protocol):
@@ -40,7 +43,7 @@ class BlockMover(Protocol):
     def restore(self, copies: Sequence[UnitCopies]) -> None: ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class EngineStats:
     """The engine at the end of its latest step.
 
@@ -49,14 +52,14 @@ class EngineStats:
         num_running, num_waiting: requests.
         num_batch_requests, num_batch_tokens: of the latest forward pass.
         num_generated_tokens: new tokens of all requests so far.
-        num_prompt_tokens: prompt tokens computed so far, those of soft-reset requests again.
+        num_prompt_tokens: tokens read so far before a request went on generating: its prompt, after a reset all it had.
         num_cached_tokens: prompt tokens found in the cache instead so far.
         num_recomputed_tokens: tokens computed again after a soft reset so far.
         num_finished: requests that ended, well or not.
         num_resets: soft resets so far.
         num_offloads: times a request's blocks went to the host so far.
         num_offloaded: requests whose blocks are there now; they count as waiting.
-        num_evicted_chunks: chunks whose cached content had to go so far.
+        num_evicted_blocks: blocks whose cached content had to go so far.
         cache_used_share: share of the cache's chunks that requests own, from 0 to 1.
     """
 
@@ -73,31 +76,20 @@ class EngineStats:
     num_resets: int = 0
     num_offloads: int = 0
     num_offloaded: int = 0
-    num_evicted_chunks: int = 0
+    num_evicted_blocks: int = 0
     cache_used_share: float = 0.0
 
 
 @dataclass(slots=True)
-class _Counts:
-    """What has happened since the engine was made; see `EngineStats`."""
-
-    steps: int = 0
-    generated_tokens: int = 0
-    prompt_tokens: int = 0
-    cached_tokens: int = 0
-    recomputed_tokens: int = 0
-    finished: int = 0
-    resets: int = 0
-    offloads: int = 0
-
-
-@dataclass(slots=True)
 class _StepNotes:
-    """What happens in one step, besides its plan."""
+    """What happens in one step, besides its plan; `observer` is to be told of it."""
 
     started: float
-    evictions: Evictions = field(default_factory=Evictions)
+    observer: StepObserver | None
+    preempted: Preempted = field(default_factory=Preempted)
     arrived: dict[str, float] = field(default_factory=dict)
+    prefilled: dict[str, int] = field(default_factory=dict)
+    decoded: list[str] = field(default_factory=list)
     finished: list[str] = field(default_factory=list)
 
 
@@ -112,11 +104,8 @@ class Engine:
         blocks: the cache's accounts.
         builder: makes batches.
         runner: computes them.
-        mover: moves blocks to the host and back; needed if `blocks` has swap space.
+        mover: moves blocks to the host and back.
         clock: the time, in seconds.
-
-    Raises:
-        ValueError: there is swap space, but nothing to move blocks with.
     """
 
     def __init__(
@@ -125,12 +114,10 @@ class Engine:
         blocks: BlockManager,
         builder: Builder,
         runner: BatchRunner,
-        mover: BlockMover | None = None,
+        mover: BlockMover,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        if blocks.swap.num_units and mover is None:
-            raise ValueError("an engine with swap space needs a mover")
-        self.stats = EngineStats()
+        self.stats = EngineStats()  # a copy of `_stats` as the latest step left them: for other threads to read
         self.observer: StepObserver | None = None
         self._scheduler = scheduler
         self._blocks = blocks
@@ -140,10 +127,11 @@ class Engine:
         self._clock = clock
         self._submitted: deque[Request] = deque()
         self._cancelled: deque[Request] = deque()
-        self._prefixes_are_stale = False
+        self._weight_changes: deque[None] = deque()  # that somebody told us of
         self._weights_version = runner.weights_version()
-        self._counts = _Counts()
-        self._notes = _StepNotes(clock())
+        self._weights_sample = runner.weights_sample()
+        self._stats = EngineStats()
+        self._notes = _StepNotes(clock(), None)
 
     def submit(self, request: Request) -> None:
         self._submitted.append(request)
@@ -154,7 +142,7 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         """The weights have changed: from the next step on nothing computed so far is shared with new requests."""
-        self._prefixes_are_stale = True
+        self._weight_changes.append(None)
 
     @property
     def num_waiting(self) -> int:
@@ -175,16 +163,15 @@ class Engine:
         Raises:
             Exception: whatever the forward pass raised. The engine's state is then undefined but for `cancel_all`.
         """
-        self._notes = _StepNotes(self._clock())
+        self._notes = _StepNotes(self._clock(), self.observer)
         outputs = self._intake()
         plan = self._schedule()
         self._move_blocks(plan)
-        prefilling = self._prefilling(plan)
         if plan.chunks:
             batch = self._builder.build(plan.chunks, self._blocks.tables)
             result = self._runner.run(batch)
             outputs += self._commit(plan, result)
-        self._record(plan, prefilling)
+        self._record(plan)
         return outputs
 
     def cancel_all(self, error: str) -> list[GenerationOutput]:
@@ -193,24 +180,21 @@ class Engine:
         Returns:
             Their final outputs.
         """
-        self._notes = _StepNotes(self._clock())
+        self._notes = _StepNotes(self._clock(), self.observer)
         self._intake_submitted()
         unfinished = [*self._scheduler.running.values(), *self._scheduler.waiting.values()]
         outputs = [self._end(request, "cancelled", error) for request in unfinished]
-        self._record(StepPlan(), [])
+        self._record(StepPlan())
         return outputs
 
     # Intake
 
     def _intake(self) -> list[GenerationOutput]:
-        if self._submitted or self._scheduler.waiting:
-            version = self._runner.weights_version()
-            self._prefixes_are_stale |= version != self._weights_version
-            self._weights_version = version
-        if self._prefixes_are_stale:
-            self._prefixes_are_stale = False
-            self._scheduler.forget_prefixes()
+        was_idle = not (self._scheduler.running or self._scheduler.waiting)
         self._intake_submitted()
+        # Looked at after the intake, so that nobody starts on what was there before a change.
+        if self._weights_have_changed(was_idle):
+            self._scheduler.forget_prefixes()
         outputs = []
         while self._cancelled:
             request = self._cancelled.popleft()
@@ -221,36 +205,50 @@ class Engine:
     def _intake_submitted(self) -> None:
         while self._submitted:
             request = self._submitted.popleft()
+            if request.status is RequestStatus.FAILED:
+                continue  # cancelled so soon that it ended before it came here
             self._scheduler.add(request)
             self._notes.arrived[request.request_id] = request.created_time
+
+    def _weights_have_changed(self, was_idle: bool) -> bool:
+        """Told, or seen: while requests wait by the cheap sign, and by the other after the engine was idle."""
+        changed = bool(self._weight_changes)
+        self._weight_changes.clear()
+        if self._scheduler.waiting:
+            before, self._weights_version = self._weights_version, self._runner.weights_version()
+            changed |= before != self._weights_version
+            if was_idle:
+                before, self._weights_sample = self._weights_sample, self._runner.weights_sample()
+                changed |= before != self._weights_sample
+        return changed
 
     # Schedule and allocate
 
     def _schedule(self) -> StepPlan:
         """A plan that fits; requests that stand in its way leave the cache."""
-        scheduler, evictions = self._scheduler, self._notes.evictions
+        scheduler, preempted = self._scheduler, self._notes.preempted
         plan = scheduler.schedule()
         while plan.stalled:
             num_running = len(scheduler.running)
-            scheduler.make_room(plan, evictions)
+            scheduler.make_room(plan, preempted)
             if plan.chunks:
                 break
             if len(scheduler.running) == num_running:
                 # Alone, yet short of chunks: its blocks lie scattered, since others that lay between them have left.
-                scheduler.evict(plan.stalled[0], evictions)
+                scheduler.preempt(plan.stalled[0], preempted)
             plan = scheduler.schedule(admit=not scheduler.running)  # what has just left stays out for this step
-        for request in (*evictions.offloaded, *evictions.reset):
+        for request in (*preempted.offloaded, *preempted.reset):
             self._builder.forget(request.request_id)
+        self._stats.num_offloads += len(preempted.offloaded)
+        self._stats.num_resets += len(preempted.reset)
         if not plan.chunks and (scheduler.running or scheduler.waiting):
             raise RuntimeError("no request can be scheduled: the cache's accounts are wrong")
         return plan
 
     def _move_blocks(self, plan: StepPlan) -> None:
         """To the host first: what comes back, and what the pass writes, may take the place of what leaves."""
-        if self._mover is None:
-            return
-        if any(copies.cache_units for copies in self._notes.evictions.copies):
-            self._mover.offload(self._notes.evictions.copies)
+        if any(copies.cache_units for copies in self._notes.preempted.copies):
+            self._mover.offload(self._notes.preempted.copies)
         if any(copies.cache_units for copies in plan.restores):
             self._mover.restore(plan.restores)
 
@@ -258,97 +256,90 @@ class Engine:
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[GenerationOutput]:
         outputs = []
-        now, started, counts = self._clock(), self._notes.started, self._counts
-        sampled = 0
+        now, sampled = self._clock(), 0
         for chunk in plan.chunks:
-            request = chunk.request
-            if request.first_scheduled_time < 0:
-                request.first_scheduled_time = started
-            start = request.num_computed_tokens
-            end = request.num_computed_tokens = start + chunk.num_tokens
-            if start < request.max_computed_tokens:
-                counts.recomputed_tokens += min(end, request.max_computed_tokens) - start
-            request.max_computed_tokens = max(end, request.max_computed_tokens)
-            if request.status is RequestStatus.PREFILLING:
-                counts.prompt_tokens += chunk.num_tokens
-            if end < len(request.tokens):
+            self._advance(chunk)
+            if chunk.request.num_computed_tokens < len(chunk.request.tokens):
                 continue
-            token_id = result.token_ids[sampled]
-            request.tokens.append(token_id)
-            request.status = RequestStatus.DECODING
-            if result.logprobs is not None:
-                request.logprobs.append(result.logprobs[sampled])
-            if request.timestamps is not None:
-                request.timestamps.append(now)
+            logprob = None if result.logprobs is None else result.logprobs[sampled]
+            output = self._take_token(chunk.request, result.token_ids[sampled], logprob, now)
+            if output is not None:
+                outputs.append(output)
             sampled += 1
-            if token_id in request.stop_token_ids:
-                outputs.append(self._end(request, "stop"))
-            elif len(request.tokens) - len(request.prompt_ids) >= request.max_new_tokens:
-                outputs.append(self._end(request, "length"))
-            elif request.streaming:
-                outputs.append(request.output())
-        counts.steps += 1
-        counts.generated_tokens += sampled
-        counts.cached_tokens += plan.num_cached_tokens
+        self._stats.num_steps += 1
+        self._stats.num_generated_tokens += sampled
+        self._stats.num_cached_tokens += plan.num_cached_tokens
         return outputs
+
+    def _advance(self, chunk: ScheduledChunk) -> None:
+        """The chunk is in the cache."""
+        request, stats, notes = chunk.request, self._stats, self._notes
+        start = request.num_computed_tokens
+        end = request.num_computed_tokens = start + chunk.num_tokens
+        if request.first_scheduled_time < 0:
+            request.first_scheduled_time = notes.started
+        if request.max_computed_tokens > start:
+            stats.num_recomputed_tokens += min(end, request.max_computed_tokens) - start
+        request.max_computed_tokens = max(end, request.max_computed_tokens)
+        if request.status is RequestStatus.PREFILLING:
+            stats.num_prompt_tokens += chunk.num_tokens
+            notes.prefilled[request.request_id] = chunk.num_tokens
+        elif notes.observer is not None:
+            notes.decoded.append(request.request_id)
+
+    def _take_token(
+        self, request: Request, token_id: int, logprob: float | None, now: float
+    ) -> GenerationOutput | None:
+        """Returns what is to be handed out for the token, if anything."""
+        request.tokens.append(token_id)
+        request.status = RequestStatus.DECODING
+        if logprob is not None:
+            request.logprobs.append(logprob)
+        if request.timestamps is not None:
+            request.timestamps.append(now)
+        if token_id in request.stop_token_ids:
+            return self._end(request, "stop")
+        if request.num_generated_tokens >= request.max_new_tokens:
+            return self._end(request, "length")
+        return request.output() if request.streaming else None
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> GenerationOutput:
         self._scheduler.remove(request)
         self._builder.forget(request.request_id)
         request.finish(reason, error, self._clock())
-        self._counts.finished += 1
+        self._stats.num_finished += 1
         self._notes.finished.append(request.request_id)
         return request.output()
 
     # For those who watch
 
-    def _prefilling(self, plan: StepPlan) -> list[bool]:
-        """Which of the plan's chunks are prefill: known before the step only."""
-        if self.observer is None:
-            return []
-        return [chunk.request.status is RequestStatus.PREFILLING for chunk in plan.chunks]
-
-    def _record(self, plan: StepPlan, prefilling: Sequence[bool]) -> None:
-        counts, evictions = self._counts, self._notes.evictions
-        counts.resets += len(evictions.reset)
-        counts.offloads += len(evictions.offloaded)
-        self.stats = stats = EngineStats(
-            num_steps=counts.steps,
-            num_running=len(self._scheduler.running),
-            num_waiting=self.num_waiting,
-            num_batch_requests=len(plan.chunks),
-            num_batch_tokens=plan.num_tokens,
-            num_generated_tokens=counts.generated_tokens,
-            num_prompt_tokens=counts.prompt_tokens,
-            num_cached_tokens=counts.cached_tokens,
-            num_recomputed_tokens=counts.recomputed_tokens,
-            num_finished=counts.finished,
-            num_resets=counts.resets,
-            num_offloads=counts.offloads,
-            num_offloaded=self._scheduler.num_offloaded,
-            num_evicted_chunks=self._blocks.pool.num_evicted,
-            cache_used_share=1.0 - self._blocks.free_share,
-        )
-        if self.observer is not None:
-            self.observer(_step_record(self._notes, plan, prefilling, stats, self._clock()))
+    def _record(self, plan: StepPlan) -> None:
+        stats, blocks = self._stats, self._blocks
+        stats.num_running = len(self._scheduler.running)
+        stats.num_waiting = self.num_waiting
+        stats.num_offloaded = blocks.num_offloaded
+        stats.num_batch_requests = len(plan.chunks)
+        stats.num_batch_tokens = plan.num_tokens
+        stats.num_evicted_blocks = blocks.pool.num_evicted
+        stats.cache_used_share = 1.0 - blocks.free_share
+        self.stats = replace(stats)
+        if self._notes.observer is not None:
+            self._notes.observer(_step_record(self._notes, stats, self._clock()))
 
 
-def _step_record(
-    notes: _StepNotes, plan: StepPlan, prefilling: Sequence[bool], stats: EngineStats, now: float
-) -> StepRecord:
-    kinds = list(zip(plan.chunks, prefilling, strict=True))
+def _step_record(notes: _StepNotes, stats: EngineStats, now: float) -> StepRecord:
     return StepRecord(
         started=notes.started,
         ended=now,
         arrived=notes.arrived,
-        prefilled={chunk.request.request_id: chunk.num_tokens for chunk, prefill in kinds if prefill},
-        decoded=tuple(chunk.request.request_id for chunk, prefill in kinds if not prefill),
-        offloaded=tuple(request.request_id for request in notes.evictions.offloaded),
-        reset=tuple(request.request_id for request in notes.evictions.reset),
+        prefilled=notes.prefilled,
+        decoded=tuple(notes.decoded),
+        offloaded=tuple(request.request_id for request in notes.preempted.offloaded),
+        reset=tuple(request.request_id for request in notes.preempted.reset),
         finished=tuple(notes.finished),
-        num_batch_tokens=plan.num_tokens,
+        num_batch_tokens=stats.num_batch_tokens,
         cache_used_share=stats.cache_used_share,
         num_running=stats.num_running,
-        num_waiting=stats.num_waiting,
+        num_waiting=stats.num_waiting - stats.num_offloaded,
         num_offloaded=stats.num_offloaded,
     )

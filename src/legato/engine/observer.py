@@ -18,7 +18,8 @@ class StepRecord:
         finished: ids of requests that ended in this step, well or not.
         num_batch_tokens: tokens of the forward pass; 0 when there was none.
         cache_used_share: share of the cache that requests own after the step, from 0 to 1.
-        num_running, num_waiting, num_offloaded: requests after the step; waiting ones include soft-reset ones.
+        num_running, num_waiting, num_offloaded: requests after the step; waiting ones include soft-reset and not
+            offloaded ones.
     """
 
     started: float

@@ -45,15 +45,21 @@ class ReferenceRunner:
         self._attend = attend
         self._with_logprobs = with_logprobs
         self._device = model.device
-        self._parameters = list(model.parameters())
         self._keeps_logits = takes_logits_to_keep(model)
 
     def weights_version(self) -> int:
-        """A number that changes when a weight is written to in place, or its memory replaced.
+        """A number that changes when a parameter is written to in place or replaced, or a module is.
 
-        Writes through `weight.data` leave no trace: `ContinuousBatchingManager.pause` is for those.
+        Writes through `weight.data` or by fused optimizers, to buffers, or a switch of adapters leave no trace here.
         """
-        return hash(tuple((p.data_ptr(), 0 if p.is_inference() else p._version) for p in self._parameters))
+        live = (p for module in self._model.modules() for p in module._parameters.values() if p is not None)
+        return hash(tuple((id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in live))
+
+    def weights_sample(self) -> int:
+        """A number made of a few values of every parameter, which no training step leaves all as they were."""
+        with torch.no_grad():
+            samples = [p.flatten()[:: max(1, p.numel() // 8)].to(torch.float64) for p in self._model.parameters()]
+            return hash(torch.cat(samples).cpu().numpy().tobytes())
 
     def run(self, batch: Batch) -> StepResult:
         """One forward pass: writes K and V, returns a token for each row of `batch.logits_indices`."""

@@ -53,7 +53,7 @@ class StepPlan:
 
 
 @dataclass(slots=True)
-class Evictions:
+class Preempted:
     """Requests that were taken out of the cache to make room for others.
 
     Attributes:
@@ -88,11 +88,6 @@ class Scheduler:
         self._hasher = hasher
         self._awaited: dict[str, bytes] = {}  # waiting requests whose next page another one is about to compute
 
-    @property
-    def num_offloaded(self) -> int:
-        """Waiting requests whose blocks are on the host."""
-        return self._blocks.num_offloaded
-
     def add(self, request: Request) -> None:
         self.waiting[request.request_id] = request
 
@@ -109,9 +104,9 @@ class Scheduler:
             return
         self._hasher.weights_changed()
         self._blocks.forget_content()
-        for request in self.waiting.values():
-            if not request.num_computed_tokens:
-                request.forget_pages()
+        for request in (*self.running.values(), *self.waiting.values()):
+            started = request.num_computed_tokens > 0
+            request.start_chain(self._hasher.private_root(request.request_id) if started else b"")
 
     def schedule(self, admit: bool = True) -> StepPlan:
         """Fill a step: running requests in the policy's order, then waiting ones as they came, if any may start now."""
@@ -121,7 +116,7 @@ class Scheduler:
             self._admit_waiting(plan)
         return plan
 
-    def make_room(self, plan: StepPlan, evictions: Evictions) -> None:
+    def make_room(self, plan: StepPlan, preempted: Preempted) -> None:
         """Take the fewest stalled requests out of the cache with which the other stalled ones can go on.
 
         Only stalled ones, so never one that `plan` runs; newest first; never the last running one.
@@ -129,9 +124,9 @@ class Scheduler:
         left_out = set(plan.stalled)
         stalled = [request for request in self.running.values() if request in left_out]
         while stalled and len(self.running) > 1 and not self._can_all_go_on(stalled):
-            self.evict(stalled.pop(), evictions)
+            self.preempt(stalled.pop(), preempted)
 
-    def evict(self, request: Request, evictions: Evictions) -> None:
+    def preempt(self, request: Request, preempted: Preempted) -> None:
         """Take a running request out of the cache and put it first in line.
 
         Its blocks go to the host if there is room (offload); else they are dropped and it starts over with all its
@@ -140,13 +135,11 @@ class Scheduler:
         copies = self._blocks.offload(request.request_id, request.num_computed_tokens)
         if copies is None:
             self._blocks.free(request.request_id)
-            request.status = RequestStatus.PENDING
-            request.num_computed_tokens = 0
-            request.forget_pages()  # the weights may be others by now
-            evictions.reset.append(request)
+            request.start_over()
+            preempted.reset.append(request)
         else:
-            evictions.offloaded.append(request)
-            evictions.copies.append(copies)
+            preempted.offloaded.append(request)
+            preempted.copies.append(copies)
         del self.running[request.request_id]
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
@@ -238,12 +231,9 @@ class Scheduler:
     def _admit_new(self, request: Request, plan: StepPlan) -> int | None:
         blocks, known = self._blocks, len(request.tokens)
         # The last token is always computed: its logits are what the request is here for.
-        cached_pages = blocks.find_prefix(request.page_hashes[: (known - 1) // blocks.page_size])
+        found = blocks.find_prefix(request.page_hashes[: (known - 1) // blocks.page_size])
         room = self.limits.max_batch_tokens - plan.num_tokens
-        # Alone, it starts with as little as one token, if need be on blocks of its own: those it might share may lie
-        # scattered over more chunks than there are.
-        tries = [(cached_pages, room), (cached_pages, 1), (0, 1)]
-        for cached_pages, first in tries[: 1 if self.running else 3]:
+        for cached_pages, first in self._attempts(found, room):
             cached = cached_pages * blocks.page_size
             if blocks.admit(request.request_id, known, min(known, cached + first), request.page_hashes, cached_pages):
                 break
@@ -260,11 +250,19 @@ class Scheduler:
     def _admit_offloaded(self, request: Request, plan: StepPlan) -> int | None:
         blocks, known, computed = self._blocks, len(request.tokens), request.num_computed_tokens
         num_tokens = min(known - computed, self.limits.max_batch_tokens - plan.num_tokens)
-        hashes = request.page_hashes[: computed // blocks.page_size]
-        tries = [(hashes, num_tokens), (hashes, 1), ([], 1)]  # as for a new one
-        for page_hashes, first in tries[: 1 if self.running else 3]:
-            copies = blocks.restore(request.request_id, known, computed + first, page_hashes)
+        for num_shared, first in self._attempts(computed // blocks.page_size, num_tokens):
+            copies = blocks.restore(request.request_id, known, computed + first, request.page_hashes[:num_shared])
             if copies is not None:
                 plan.restores.append(copies)
                 return blocks.grow(request.request_id, computed, num_tokens)
         return None
+
+    def _attempts(self, num_shared_pages: int, num_tokens: int) -> list[tuple[int, int]]:
+        """Pages to share and tokens to start with, best first.
+
+        Alone in the cache, a request may start with a single token, if need be on blocks of its own: those it might
+        share may lie scattered over more chunks than there are.
+        """
+        if self.running:
+            return [(num_shared_pages, num_tokens)]
+        return [(num_shared_pages, num_tokens), (num_shared_pages, 1), (0, 1)]

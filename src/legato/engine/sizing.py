@@ -302,14 +302,14 @@ def swap_bytes(config: ContinuousBatchingConfig, available_bytes: int) -> int:
     most = int(available_bytes * config.cpu_offload_space_safety_threshold)
     if config.cpu_offload_space is None:
         return most
-    wanted = int(config.cpu_offload_space * (1 << 30))
+    wanted = config.cpu_offload_space * (1 << 30)
     if wanted > most:
         logger.warning(
             "cpu_offload_space=%s GiB is lowered to %.2f: "
             "cpu_offload_space_safety_threshold=%s of the memory available",
             config.cpu_offload_space, most / (1 << 30), config.cpu_offload_space_safety_threshold,
         )  # fmt: skip
-    return min(wanted, most)
+    return int(min(wanted, most))
 
 
 def available_host_bytes() -> int:

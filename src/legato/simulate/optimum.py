@@ -1,8 +1,7 @@
 """The best that any eviction policy could do on a sequence of requests, knowing what is to come."""
 
 import heapq
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Sequence
 
 _NEVER = 1 << 62
 
@@ -48,8 +47,3 @@ def _next_uses(requests: Sequence[Sequence[int]]) -> list[list[int]]:
         result.append([coming.get(block, _NEVER) for block in requests[now]])
         coming.update(zip(requests[now], [now] * len(requests[now]), strict=True))
     return result[::-1]
-
-
-def count_blocks(requests: Iterable[Sequence[int]]) -> int:
-    """Different blocks of all requests."""
-    return len(set(chain.from_iterable(requests)))

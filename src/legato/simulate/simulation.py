@@ -1,7 +1,6 @@
 """Plays a trace through the engine: every decision is the real one, only the forward pass is a sum."""
 
 import math
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -13,6 +12,7 @@ from legato.cache.eviction import EVICTION_POLICIES
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup
 from legato.cache.prefix import PageHasher
 from legato.cache.swap import UnitCopies
+from legato.checks import check_int, check_number, refuse
 from legato.engine.batch import StepResult
 from legato.engine.engine import Engine
 from legato.engine.observer import StepObserver
@@ -26,6 +26,7 @@ from legato.simulate.traces import TraceRequest
 
 ONE_LAYER = (AttentionGroup((0,), None, 1, 1),)
 PERCENTILES = (50, 90, 99)
+MAX_BLOCKS = 100_000_000  # each takes some bytes of this process
 _ANSWER_TOKEN = 0
 
 
@@ -54,6 +55,17 @@ class SimulationConfig:
     sequential: bool = False
     cost: CostModel = field(default_factory=CostModel)
 
+    def __post_init__(self) -> None:
+        check_int("page_size", self.page_size, 1)
+        check_int("num_blocks", self.num_blocks, 1, MAX_BLOCKS, optional=True)
+        check_int("num_swap_blocks", self.num_swap_blocks, 0, MAX_BLOCKS)
+        check_int("max_batch_tokens", self.max_batch_tokens, 1)
+        check_int("max_requests_per_batch", self.max_requests_per_batch, 1)
+        check_number("safety_margin", self.safety_margin, 0, 1, optional=True)
+        for name, known in (("scheduler_type", SCHEDULING_POLICIES), ("eviction_policy", EVICTION_POLICIES)):
+            if getattr(self, name) not in known:
+                raise refuse(name, getattr(self, name), f"one of {', '.join(sorted(known))}")
+
 
 class Simulation:
     """One run over a trace.
@@ -79,7 +91,7 @@ class Simulation:
         self._scheduler = _scheduler(requests, config, self._blocks)
         self._engine = _engine(config, self._scheduler, self._blocks, self._builder, self._clock)
         self._engine.observer = observer
-        self._leapt_steps = self._leapt_tokens = 0
+        self._leapt_steps = self._leapt_tokens = self._num_preempted = 0
         self._report = _Measurements()
 
     def run(self, progress: Callable[[int], object] = lambda num_requests: None) -> dict[str, Any]:
@@ -113,9 +125,12 @@ class Simulation:
         So it is while every running request decodes, none ends, none needs another page, and nobody
         arrives: no block changes hands, so whoever had to wait has to wait still.
         """
-        chunks, scheduler = self._builder.chunks, self._scheduler
+        chunks, scheduler, stats = self._builder.chunks, self._scheduler, self._engine.stats
+        num_preempted, self._num_preempted = self._num_preempted, stats.num_resets + stats.num_offloads
         if len(chunks) != len(scheduler.running):
             return
+        if scheduler.waiting and num_preempted != self._num_preempted:
+            return  # nobody could start in that step, for those who left had to stay out
         if scheduler.waiting and any(chunk.num_tokens > 1 for chunk in chunks):
             return  # the step had less room for them than the next one has
         steps = min((self._steps_alike(chunk.request) for chunk in chunks), default=0)
@@ -148,7 +163,7 @@ class Simulation:
         """Those that the cache can hold; the others are refused, as the manager would."""
         longest = self._blocks.max_tokens_alone()
         for number, traced in enumerate(self._requests):
-            if traced.prompt_length + max(traced.output_length, 1) - 1 <= longest:
+            if traced.prompt_length + traced.output_length - 1 <= longest:
                 yield _request(number, traced)
             else:
                 self._report.refused += 1
@@ -157,12 +172,12 @@ class Simulation:
         config, report, stats = self._config, self._report, self._engine.stats
         num_blocks = sum(-(-r.prompt_length // config.page_size) for r in self._requests)
         hits = stats.num_cached_tokens // config.page_size
-        result = {
+        return {
             "requests": len(self._requests),
             "refused": report.refused,
             "finished": stats.num_finished,
             "page_size": config.page_size,
-            "num_blocks": self._blocks.pool.num_usable if config.num_blocks is None else config.num_blocks,
+            "num_blocks": self._blocks.pool.num_usable,
             "eviction_policy": config.eviction_policy,
             "prefix_block_hit_ratio": round(hits / max(num_blocks, 1), 5),
             **self._optimum(num_blocks),
@@ -174,12 +189,11 @@ class Simulation:
             "recomputed_tokens": stats.num_recomputed_tokens,
             "offloads": stats.num_offloads,
             "resets": stats.num_resets,
-            "evicted_blocks": stats.num_evicted_chunks,
+            "evicted_blocks": stats.num_evicted_blocks,
             **report.summary(),
             "cache_use": report.cache_use.points(),
             "cost": asdict(config.cost),
         }
-        return result
 
     def _optimum(self, num_blocks: int) -> dict[str, float]:
         """Only of runs where it is the optimum: one request after another, contents known, none refused."""
@@ -237,7 +251,7 @@ class _KnownPages(PageHasher):
 
     def extend(self, hashes: list[bytes], root: bytes, tokens: Sequence[int]) -> None:
         if not hashes:
-            hashes += [page.to_bytes(8, "big") for page in _page_ids(self._requests[int(root)], self.page_size)]
+            hashes += [page.to_bytes(16, "big") for page in _page_ids(self._requests[int(root)], self.page_size)]
 
 
 @dataclass(slots=True)
@@ -249,6 +263,8 @@ class _VirtualRunner:
 
     def weights_version(self) -> int:
         return 0
+
+    weights_sample = weights_version
 
     def run(self, batch: tuple[StepShape, int]) -> StepResult:
         shape, num_sampled = batch
@@ -280,31 +296,26 @@ class _Arrivals:
     def __init__(self, requests: Iterator[Request], sequential: bool) -> None:
         self._requests = requests
         self._sequential = sequential
-        self._next: deque[Request] = deque()
-        self._look_ahead()
+        self._next = next(requests, None)
 
     def __bool__(self) -> bool:
-        return bool(self._next)
-
-    def _look_ahead(self) -> None:
-        self._next.extend(request for request in (next(self._requests, None),) if request is not None)
+        return self._next is not None
 
     def next_arrival(self, busy: bool) -> float:
         """When the next request comes; one that waits for the engine to be idle comes never or at once."""
-        if not self._next or (self._sequential and busy):
+        if self._next is None or (self._sequential and busy):
             return math.inf
-        return 0.0 if self._sequential else self._next[0].created_time
+        return 0.0 if self._sequential else self._next.created_time
 
     def until(self, now: float, idle: bool) -> Iterator[Request]:
-        """Those that have come by now."""
-        if self._sequential and self._next and idle:
-            request = self._next.popleft()
-            request.created_time = now
-            self._look_ahead()
-            yield request
-        while not self._sequential and self._next and self._next[0].created_time <= now:
-            yield self._next.popleft()
-            self._look_ahead()
+        """Those that have come by now; one after another, the next one if the engine is idle."""
+        if self._sequential and self._next is not None:
+            self._next.created_time = now if idle else math.inf
+        while self._next is not None and self._next.created_time <= now:
+            yield self._next
+            self._next = next(self._requests, None)
+            if self._sequential:
+                return
 
 
 class _CacheUse:
@@ -376,7 +387,7 @@ class _LogHistogram:
 
     def add(self, seconds: np.ndarray) -> None:
         buckets = np.log(np.maximum(seconds, 1e-6) / 1e-6) / self._WIDTH
-        np.add.at(self._counts, buckets.astype(np.int64), 1)
+        np.add.at(self._counts, np.clip(buckets, 0, len(self._counts) - 1).astype(np.int64), 1)
 
     def percentiles(self) -> dict[str, float]:
         total = self._counts.sum()
@@ -446,7 +457,7 @@ def _request(number: int, traced: TraceRequest) -> Request:
         request_id=str(number),
         prompt_ids=prompt,
         params=SamplingParams(temperature=0),
-        max_new_tokens=max(traced.output_length, 1),
+        max_new_tokens=traced.output_length,
         stop_token_ids=frozenset(),
         seed=0,
         streaming=False,
