@@ -755,3 +755,13 @@ def test_files_that_would_overwrite_each_other_are_refused(
     assert_one_line_error(legato("--prompts", prompts("Hi"), "--output", same, "--timeline", same), "different files")
     assert not same.exists()
     assert_one_line_error(legato("--prompts", prompts("Hi"), "--trace", tmp_path / "none" / "trace.json"), "none")
+
+
+@pytest.mark.parametrize("option", ["--output", "--timeline", "--trace"])
+def test_the_prompt_file_is_never_written_to(
+    legato: Callable[..., Done], prompts: Callable[..., Path], option: str
+) -> None:
+    file = prompts("Hi")
+    done = legato("--prompts", file, option, file)
+    assert (done.status, done.stdout) == (2, "")
+    assert file.read_text() == "Hi\n"

@@ -67,6 +67,9 @@ def generate(
 
     if resume and output is None:
         raise typer.BadParameter("needs --output: there is nothing to resume on standard output", param_hint="--resume")
+    for option, path in (("--output", output), ("--timeline", timeline), ("--trace", trace)):
+        if path is not None and prompts != "-" and path.resolve() == Path(prompts).resolve():
+            raise typer.BadParameter(f"{path} is the prompt file itself: give another file", param_hint=option)
     quiet_libraries_when_piped()
     config = ContinuousBatchingConfig(
         page_size=page_size,

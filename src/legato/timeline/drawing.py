@@ -79,7 +79,7 @@ def check_can_draw(path: Path) -> None:
     if path.suffix.lower() not in _FORMATS:
         raise InvalidValueError(f"path={str(path)!r} is not allowed: a picture is one of {', '.join(_FORMATS)}")
     if importlib.util.find_spec("matplotlib") is None:
-        raise MissingExtraError("drawing a timeline needs matplotlib: pip install 'legato[plot]'")
+        raise MissingExtraError("drawing a timeline needs matplotlib (the extra legato[plot]): pip install matplotlib")
 
 
 def _even_sample(total: int, at_most: int) -> list[int]:
