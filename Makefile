@@ -18,7 +18,7 @@ help:  ## Show this list
 
 setup: $(STAMP)  ## Install Legato and its development tools in .venv
 
-$(STAMP): pyproject.toml constraints.txt $(wildcard hatch_build.py)
+$(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/legato/kernels/native/*)
 	@test -n "$(PYTHON)" || { echo "Legato needs Python 3.11 or newer: make setup PYTHON=/path/to/python" >&2; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "Installing into $(VENV): about a minute."
@@ -52,5 +52,5 @@ format: setup  ## Put the code in the project's format
 	$(BIN)/ruff format
 
 clean:  ## Remove .venv, build output and tool caches (pulled models stay)
-	rm -rf $(VENV) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/legato/kernels/lib .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

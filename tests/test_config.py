@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from legato.config import ContinuousBatchingConfig, WorkloadHints
 from legato.engine.policy import SCHEDULING_POLICIES, SchedulingPolicy
@@ -57,6 +58,12 @@ CONFIG: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
         "a finite number, above 0 and at most 1",
     ),
     "cpu_group_timeout": ((None, 0.1, 300), (0, -1, *NOT_NUMBERS), "a finite number, above 0, or None"),
+    "fused_decoder": ((None, True, False), (0, 1, "yes"), "True or False or None"),
+    "kv_cache_dtype": (
+        (None, "float32", "bfloat16"),
+        ("float16", "int8", "", 0, True, ["float32"], torch.float32),
+        "one of float32, bfloat16, or None",
+    ),
     "auto_switch_to_flash": ((True, False), NOT_BOOLS, "True or False"),
     "seed": ((None, 0, 1, 1 << 40), (-1, *NOT_INTEGERS), "an integer, at least 0, or None"),
     "max_queue_size": ((0, 1, 10**6), (-1, None, *NOT_INTEGERS), "an integer, at least 0"),

@@ -18,6 +18,7 @@ from legato import (
     RequestStatus,
     SamplingParams,
 )
+from legato.decoder.decoder import Decoder
 from legato.text import decode, encode, encode_chat
 from tests.parity.reference import Reference, count_near_ties, reference
 from tests.tiny import tiny_llama
@@ -335,7 +336,7 @@ def test_an_engine_failure_is_raised_with_its_cause(smollm2_tokenizer: Any, monk
     def fail(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError("planted")
 
-    monkeypatch.setattr(llm.model, "forward", fail)
+    monkeypatch.setattr(Decoder, "forward", fail)
     with pytest.raises(EngineError) as caught:
         list(stream)
     assert isinstance(caught.value.__cause__, ZeroDivisionError)

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ from legato import (
     WorkloadHints,
     enable,
 )
+from legato.decoder.decoder import Decoder
 from legato.request import RequestSpec
 from tests.parity.reference import reference
 from tests.tiny import tiny_llama
@@ -40,8 +42,8 @@ def model() -> Any:
 
 
 @pytest.fixture
-def manager(model: Any) -> Iterator[ContinuousBatchingManager]:
-    manager = model.init_continuous_batching(GENERATION, CONFIG)
+def manager(model: Any, request: pytest.FixtureRequest) -> Iterator[ContinuousBatchingManager]:
+    manager = model.init_continuous_batching(GENERATION, getattr(request, "param", CONFIG))
     yield manager
     manager.stop(hard_stop=True)
     manager.destroy()
@@ -593,14 +595,23 @@ class Planted(Exception):
 
 
 def plant_failure(model: Any) -> Callable[[], None]:
-    """Make the model's forward pass raise from the next call on; returns how to undo it."""
+    """Make forward passes raise from the next one on, the model's and the fused decoder's; returns how to undo it."""
 
     def fail(*_: Any, **__: Any) -> None:
         raise Planted("boom")
 
-    return model.model.register_forward_pre_hook(fail).remove
+    patch = pytest.MonkeyPatch()
+    patch.setattr(Decoder, "forward", fail)
+    hook = model.model.register_forward_pre_hook(fail)
+
+    def undo() -> None:
+        patch.undo()
+        hook.remove()
+
+    return undo
 
 
+@pytest.mark.parametrize("manager", [CONFIG, replace(CONFIG, fused_decoder=False)], indirect=True, ids=["fused", "own"])
 def test_a_failed_engine_wakes_everyone_with_the_cause(model: Any, manager: ContinuousBatchingManager) -> None:
     manager.start()
     for request_id in ("a", "b", "c"):
@@ -618,7 +629,7 @@ def test_a_failed_engine_wakes_everyone_with_the_cause(model: Any, manager: Cont
         in_thread(lambda: list(manager)),
         in_thread(lambda: list(manager.request_id_iter("b"))),
         in_thread(lambda: asyncio.run(async_for())),
-        in_thread(lambda: model.generate_batch([[5]] * 3, max_new_tokens=LONG, continuous_batching_config=CONFIG)),
+        in_thread(lambda: model.generate_batch([[5]] * 3, None, manager.config, max_new_tokens=LONG)),
     ]
     while len(engine_threads()) < 2:  # generate_batch's engine is up, too
         time.sleep(0.01)

@@ -3,7 +3,7 @@
 import dataclasses
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from legato.cache.eviction import EVICTION_POLICIES
 from legato.checks import check_bool, check_int, check_number, refuse
@@ -13,6 +13,8 @@ MIN_PAGE_SIZE = 4
 MIN_BATCH_TOKENS = 256
 DEFAULT_BATCH_TOKENS = 8192
 DEFAULT_REQUESTS_PER_BATCH = 1024
+KV_CACHE_DTYPES = ("float32", "bfloat16")
+QUANTIZATIONS = ("int8",)
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,12 @@ class ContinuousBatchingConfig:
         cpu_offload_space: GiB of host memory for swapped-out caches; None: sized by the threshold.
         cpu_offload_space_safety_threshold: cap of that, as a share of available memory, in (0, 1].
         cpu_group_timeout: seconds a collective of the CPU group may block; None: no limit.
+        fused_decoder: compute with Legato's own decoder in place of the model's modelling code, in float32 whatever
+            the type of the weights. None: where it can; True: refuse a model where it cannot; False: never.
+        kv_cache_dtype: type of K and V in the cache, "float32" or "bfloat16". None: float32 with the fused decoder,
+            else the model's own, which then is the only choice.
+        quantization: "int8": the fused decoder multiplies whole numbers, of weights (a scale for each output) times
+            activations (a scale for each token), the head included. None: weights as they are.
         auto_switch_to_flash: run a model loaded as eager or sdpa on FlashAttention where it is to be had.
         seed: sampling seed of requests that bring none.
         max_queue_size: waiting requests accepted; 0: no limit.
@@ -94,6 +102,9 @@ class ContinuousBatchingConfig:
     cpu_offload_space: float | None = 0.0
     cpu_offload_space_safety_threshold: float = 0.8
     cpu_group_timeout: float | None = 300.0
+    fused_decoder: bool | None = None
+    kv_cache_dtype: str | None = None
+    quantization: Literal["int8"] | None = None
     auto_switch_to_flash: bool = True
     seed: int | None = None
     max_queue_size: int = 0
@@ -135,6 +146,11 @@ class ContinuousBatchingConfig:
         check_bool("auto_switch_to_flash", self.auto_switch_to_flash)
         check_bool("drop_unsupported_processors", self.drop_unsupported_processors)
         check_bool("use_async_batching", self.use_async_batching, optional=True)
+        check_bool("fused_decoder", self.fused_decoder, optional=True)
+        if self.kv_cache_dtype is not None and self.kv_cache_dtype not in KV_CACHE_DTYPES:
+            raise refuse("kv_cache_dtype", self.kv_cache_dtype, f"one of {', '.join(KV_CACHE_DTYPES)}, or None")
+        if self.quantization is not None and self.quantization not in QUANTIZATIONS:
+            raise refuse("quantization", self.quantization, f"one of {', '.join(QUANTIZATIONS)}, or None")
         graph: Any = self.use_cuda_graph
         pair = isinstance(graph, tuple | list) and len(graph) == 2 and all(isinstance(g, bool) for g in graph)
         if not (graph is None or isinstance(graph, bool) or pair):

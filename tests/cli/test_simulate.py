@@ -1,13 +1,10 @@
 """`legato simulate`."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-from legato import cli
 
 DATA = Path(__file__).parent.parent / "data"
 MOONCAKE = ["--trace", str(DATA / "mooncake_400.jsonl"), "--format", "mooncake"]
@@ -16,19 +13,8 @@ Run = Callable[..., tuple[int, str, str]]
 
 
 @pytest.fixture
-def simulate(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Run:
-    """Runs the command line in this process; an exception that would be a traceback fails the test."""
-
-    def run(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["legato", "simulate", *arguments])
-        capfd.readouterr()
-        try:
-            cli.main()
-        except SystemExit as exited:
-            return exited.code or 0, *capfd.readouterr()  # type: ignore[return-value]
-        return 0, *capfd.readouterr()
-
-    return run
+def simulate(run_cli: Run) -> Run:
+    return lambda *arguments: run_cli("simulate", *arguments)
 
 
 def test_json_is_one_object_with_the_hit_ratio_and_the_optimum(simulate: Run) -> None:

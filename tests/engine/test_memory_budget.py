@@ -89,15 +89,11 @@ class CudaMemory:
 
 def main(name: str, device: str, samples: bool, budget: int) -> dict[str, Any]:
     model = legato.AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).to(device).eval()
-    budgets = record_budgets()
     generation_config = GenerationConfig(do_sample=samples, temperature=0.8, top_k=50, top_p=0.9, eos_token_id=-1)
-    free = sizing.usable_bytes(ContinuousBatchingConfig(max_memory_percent=1.0), model.device, samples)
-    memory = HostMemory() if device == "cpu" else CudaMemory()
+    started = grant(budget, HostMemory if device == "cpu" else CudaMemory)
     manager = model.init_continuous_batching(
         generation_config,
-        ContinuousBatchingConfig(
-            page_size=PAGE_SIZE, max_memory_percent=budget / free, safety_margin=0.0, return_logprobs=samples
-        ),
+        ContinuousBatchingConfig(page_size=PAGE_SIZE, safety_margin=0.0, return_logprobs=samples),
     )
     size = manager._facts.size
     seen = {"num_batch_tokens": 0, "num_batch_requests": 0, "cache_used_share": 0.0}
@@ -123,8 +119,8 @@ def main(name: str, device: str, samples: bool, budget: int) -> dict[str, Any]:
     manager.stop()
     return {
         **seen,
-        "budget": budgets[-1],
-        "growth": memory.peak_growth(),
+        "budget": budget,
+        "growth": started[-1].peak_growth(),
         "pool_bytes": size.pool_bytes,
         "step_bytes": size.step_bytes,
         "max_batch_tokens": size.max_batch_tokens,
@@ -133,16 +129,19 @@ def main(name: str, device: str, samples: bool, budget: int) -> dict[str, Any]:
     }
 
 
-def record_budgets() -> list[int]:
-    """The list that every manager's budget will be added to: free memory changes from one moment to the next."""
-    budgets: list[int] = []
+def grant(budget: int, memory: type[HostMemory] | type[CudaMemory]) -> list[HostMemory | CudaMemory]:
+    """Let the manager that is made next have this much; the list gets what measures the memory taken from then on.
 
-    def recording(*arguments: Any) -> int:
-        budgets.append(sizing.usable_bytes(*arguments))
-        return budgets[-1]
+    Packed weights are there before, and are not part of it.
+    """
+    started: list[HostMemory | CudaMemory] = []
 
-    assemble.usable_bytes = recording
-    return budgets
+    def granting(*_: Any) -> int:
+        started.append(memory())
+        return budget
+
+    assemble.usable_bytes = granting
+    return started
 
 
 class Prompts:

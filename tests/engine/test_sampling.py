@@ -11,8 +11,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from legato.engine import sampling
 from legato.engine.batch import SamplingBatch
 from legato.engine.sampling import sample, uniform
+from legato.kernels.sampling import native_sampler
 
 VOCAB_SIZE = 48
 NUM_DRAWS = 20_000
@@ -31,6 +33,16 @@ FILTERS = [
     {"temperature": 1.7, "top_k": 11, "top_p": 0.8},
     {"temperature": 0.6, "top_k": 3, "top_p": 0.999},
 ]
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """All of this holds for both."""
+    if request.param == "torch":
+        monkeypatch.setattr(sampling, "native_sampler", lambda: None)
+    elif native_sampler() is None:
+        pytest.skip("the package was built without native kernels")
+    return request.param
 
 
 @dataclass(frozen=True)
@@ -179,6 +191,37 @@ def test_a_temperature_near_zero_is_greedy(temperature: float) -> None:
     tokens, logprobs = draw(logits, [Row(temperature)] * 5)
     assert tokens == logits.argmax(dim=-1).tolist()
     assert np.isfinite(logprobs).all()
+
+
+# The two implementations
+
+
+def test_both_draw_the_same_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    logits, rows = some_logits(seed=7, num_rows=400, spread=3.0), random_rows(np.random.default_rng(7), 400)
+    tokens, logprobs = draw(logits, rows)
+    monkeypatch.setattr(sampling, "native_sampler", lambda: None)
+    expected, expected_logprobs = draw(logits, rows)
+    assert tokens == expected
+    np.testing.assert_allclose(logprobs, expected_logprobs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 20}, {"top_p": 0.9}], ids=str)
+def test_tokens_are_drawn_in_the_vocabularys_order(filters: dict[str, int]) -> None:
+    """The random number says how far into the kept mass, from the first token to the last."""
+    logits = some_logits(seed=4)
+    numbers = uniform(np.arange(2000, dtype=np.uint64), np.full(2000, 3))
+    tokens, _ = draw(logits.expand(2000, -1), [Row(seed=i, position=3, **filters) for i in range(2000)])
+    assert (np.diff(np.array(tokens)[numbers.argsort()]) >= 0).all()
+
+
+def test_greedy_batches_take_the_largest_and_no_more(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("sampling work for a greedy batch")
+
+    logits = some_logits(num_rows=5)
+    monkeypatch.setattr(sampling, "uniform", refuse)
+    monkeypatch.setattr(sampling, "sample_with_torch", refuse)
+    assert sample(logits, batch([Row(0.0)] * 5), with_logprobs=False).token_ids == logits.argmax(dim=-1).tolist()
 
 
 # Rows do not affect each other

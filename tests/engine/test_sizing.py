@@ -11,10 +11,10 @@ from legato.config import ContinuousBatchingConfig, WorkloadHints
 from legato.engine.sizing import ModelShape, resolve_size, usable_bytes
 from legato.errors import OutOfCacheMemoryError
 
-FULL = ModelShape((AttentionGroup(tuple(range(30)), None, 3, 64),), 49152, 576, 1536, 9, 8192, 4)
+FULL = ModelShape((AttentionGroup(tuple(range(30)), None, 3, 64),), 49152, 576, 1536, 9, 8192, 4, 4)
 HYBRID = ModelShape(
     (AttentionGroup((5, 11, 17), None, 1, 256), AttentionGroup(tuple(range(15)), 512, 1, 256)),
-    262144, 640, 2048, 4, 32768, 4,
+    262144, 640, 2048, 4, 32768, 4, 4,
 )  # fmt: skip
 NO_HINTS = WorkloadHints()
 GIB = 1 << 30
@@ -25,7 +25,7 @@ GIB = 1 << 30
 @pytest.mark.parametrize("free", [GIB, 3 * GIB, 20 * GIB])
 def test_pool_and_step_stay_within_the_budget(shape: ModelShape, page_size: int, free: int) -> None:
     size = resolve_size(ContinuousBatchingConfig(page_size=page_size), shape, NO_HINTS, free)
-    chunk_bytes = ChunkLayout.of(shape.groups, page_size).chunk_size * shape.element_size
+    chunk_bytes = ChunkLayout.of(shape.groups, page_size).chunk_size * shape.cache_element_size
     assert size.pool_bytes == size.num_chunks * chunk_bytes
     assert size.step_bytes > shape.step_bytes(size.max_batch_tokens, size.max_requests_per_batch, page_size)
     assert size.pool_bytes + size.step_bytes <= free
@@ -103,6 +103,13 @@ def test_a_step_takes_more_for_more_of_anything() -> None:
     assert replace(FULL, holds_scores=True).step_bytes(1024, 64, 4000) > step
     assert replace(FULL, all_logits=True).step_bytes(1024, 64, 4000) >= step + 1024 * 49152 * 4
     assert replace(FULL, element_size=2).step_bytes(1024, 64, 4000) < step
+
+
+def test_a_cache_of_smaller_elements_holds_more() -> None:
+    config = ContinuousBatchingConfig(page_size=16, max_batch_tokens=256)
+    whole = resolve_size(config, FULL, NO_HINTS, GIB)
+    half = resolve_size(config, replace(FULL, cache_element_size=2), NO_HINTS, GIB)
+    assert half.num_blocks > 1.3 * whole.num_blocks
 
 
 def test_explicit_blocks_leave_the_rest_to_the_step() -> None:

@@ -36,11 +36,15 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": WINDOW, "original_max_position_embeddings": 256},
     "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 0.5},
     "olmo2": {},
+    "smollm3": {"no_rope_layers": [1, 1, 0, 1]},
     "cohere": {"logit_scale": 1.0},
     "gpt_neox": {"num_key_value_heads": None},
     "gpt2": {"n_inner": 48, "num_key_value_heads": None},
     "gpt_oss": {**_HEAD, **_EXPERTS, **_HYBRID},
 }
+
+
+FUSED = tuple(family for family in FAMILIES if family not in ("cohere", "gpt_neox", "gpt2", "gpt_oss"))
 
 
 def tiny_model(family: str, attn_implementation: str = "eager", **changes: Any) -> Any:

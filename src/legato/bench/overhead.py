@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from legato.bench.requests import greedy_request
 from legato.cache.block_manager import BlockManager
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup
 from legato.cache.prefix import PageHasher
@@ -14,7 +15,6 @@ from legato.engine.batch import Batch, BatchBuilder, StepResult
 from legato.engine.engine import Engine
 from legato.engine.policy import SCHEDULING_POLICIES
 from legato.engine.scheduler import Scheduler, StepLimits
-from legato.request import Request, SamplingParams
 
 GROUPS = {
     "full": (AttentionGroup(tuple(range(30)), None, 3, 64),),
@@ -83,17 +83,5 @@ def _engine(num_requests: int, model: str, page_size: int, num_steps: int) -> En
     rng = random.Random(0)
     for i in range(num_requests):
         prompt = [i] * rng.randrange(1, MAX_PROMPT)
-        engine.submit(
-            Request(
-                request_id=str(i),
-                prompt_ids=prompt,
-                params=SamplingParams(temperature=0),
-                max_new_tokens=1 << 20,
-                stop_token_ids=frozenset({2}),
-                seed=0,
-                streaming=False,
-                created_time=time.perf_counter(),
-                tokens=prompt.copy(),
-            )
-        )
+        engine.submit(greedy_request(str(i), prompt, 1 << 20))
     return engine

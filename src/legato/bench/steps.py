@@ -5,6 +5,9 @@ import time
 from dataclasses import asdict
 from typing import Any
 
+from tqdm import tqdm
+
+from legato.bench.requests import greedy_request
 from legato.cache.kv import HostCache, KVCache
 from legato.cache.pool import RESERVED_CHUNKS, ChunkLayout
 from legato.cache.swap import UnitCopies
@@ -13,7 +16,6 @@ from legato.engine.assemble import EngineFacts, assemble
 from legato.engine.engine import Engine
 from legato.engine.observer import StepRecord
 from legato.models import load_model, torch_dtype
-from legato.request import Request, SamplingParams
 from legato.simulate.cost import CostModel, StepShape
 
 MAX_PROMPT, MAX_NEW_TOKENS = 1024, 48
@@ -22,7 +24,7 @@ WARM_UP_STEPS = 3
 
 
 def measure_steps(model_name: str, dtype: str, page_size: int, max_batch_tokens: int) -> dict[str, Any]:
-    """Run waves of random requests, time every step, and fit a cost model to the times.
+    """Run waves of random requests, time every step, and fit a cost model to the times; progress goes to stderr.
 
     Returns:
         {"model", "dtype", "steps", "median_error", "cost"}: the error is relative, of the fitted model on the steps.
@@ -39,8 +41,10 @@ def measure_steps(model_name: str, dtype: str, page_size: int, max_batch_tokens:
     engine, facts = assemble(model, config, WorkloadHints(num_requests=max(WAVES)), samples=False)
     steps = _StepTimes()
     engine.observer = steps.add
-    for count in WAVES:
-        _run_wave(engine, count, facts.shape.vocab_size)
+    with tqdm(total=sum(WAVES), unit="req", disable=None, dynamic_ncols=True) as bar:
+        for count in WAVES:
+            bar.set_postfix_str(f"{count} at once")
+            _run_wave(engine, count, facts.shape.vocab_size, bar)
     measured = steps.measured[WARM_UP_STEPS:]
     cost = CostModel.fit(measured, _seconds_per_page(facts))
     errors = sorted(abs(cost.seconds(shape) / seconds - 1) for shape, seconds in measured)
@@ -73,25 +77,13 @@ class _StepTimes:
         self.measured.append((shape, record.ended - record.started))
 
 
-def _run_wave(engine: Engine, count: int, vocab_size: int) -> None:
+def _run_wave(engine: Engine, count: int, vocab_size: int, bar: Any) -> None:
     rng = random.Random(count)
     for i in range(count):
         prompt = [rng.randrange(vocab_size) for _ in range(rng.randint(16, MAX_PROMPT))]
-        engine.submit(
-            Request(
-                request_id=f"{count}.{i}",
-                prompt_ids=prompt,
-                params=SamplingParams(temperature=0),
-                max_new_tokens=rng.randint(MAX_NEW_TOKENS // 3, MAX_NEW_TOKENS),
-                stop_token_ids=frozenset(),
-                seed=0,
-                streaming=False,
-                created_time=time.perf_counter(),
-                tokens=prompt.copy(),
-            )
-        )
+        engine.submit(greedy_request(f"{count}.{i}", prompt, rng.randint(MAX_NEW_TOKENS // 3, MAX_NEW_TOKENS)))
     while engine.has_work:
-        engine.step()
+        bar.update(sum(output.is_finished() for output in engine.step()))
 
 
 def _seconds_per_page(facts: EngineFacts, num_blocks: int = 64) -> float:

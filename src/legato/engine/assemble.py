@@ -1,6 +1,7 @@
 """Puts an engine together for a model: the one place that knows every part."""
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,11 +13,14 @@ from legato.attention.probe import find_attention_groups
 from legato.cache.block_manager import BlockManager
 from legato.cache.eviction import EVICTION_POLICIES
 from legato.cache.kv import HostCache, KVCache
-from legato.cache.pool import ChunkLayout
+from legato.cache.pool import AttentionGroup, ChunkLayout
 from legato.cache.prefix import PageHasher
 from legato.config import ContinuousBatchingConfig, WorkloadHints
+from legato.decoder.fusing import FusedModel, fuse
+from legato.decoder.runner import FusedRunner
+from legato.decoder.spec import NotFusable
 from legato.engine.batch import BatchBuilder
-from legato.engine.engine import Engine
+from legato.engine.engine import BatchRunner, Engine
 from legato.engine.policy import SCHEDULING_POLICIES
 from legato.engine.runner import FORWARD_LOCK, ReferenceRunner, attention_configs
 from legato.engine.scheduler import Scheduler, StepLimits
@@ -30,6 +34,7 @@ from legato.engine.sizing import (
     usable_bytes,
 )
 from legato.errors import UnsupportedModelError
+from legato.kernels import load_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +48,7 @@ class EngineFacts:
         size: every figure resolved.
         max_request_tokens: tokens, prompt and answer together, that the cache can hold for one request.
         dtype, device: of the model's weights then.
+        cache_dtype: of K and V in the cache.
         description: all of that in a line.
     """
 
@@ -51,6 +57,7 @@ class EngineFacts:
     max_request_tokens: int
     dtype: torch.dtype
     device: torch.device
+    cache_dtype: torch.dtype
     description: str
 
 
@@ -79,21 +86,82 @@ def assemble(
                 f"attn_implementation={backend!r} is not implemented yet; load the model with {' or '.join(BACKENDS)}"
             )
         groups = find_attention_groups(inner, configs)
-    shape = model_shape(inner, groups, longest_sequence(inner), backend)
+    path = _choose_path(inner, groups, config)
+    dtype = inner.dtype if path.fused is None else torch.float32
+    cache_dtype = _cache_dtype(config, path, inner.dtype)
+    shape = model_shape(inner, groups, longest_sequence(inner), dtype, cache_dtype, backend, path.fused is not None)
     size = resolve_size(config, shape, hints, usable_bytes(config, inner.device, samples))
-    cache = KVCache(groups, size.page_size, size.num_chunks, inner.dtype, inner.device)
-    unit_bytes = ChunkLayout.of(groups, size.page_size).unit_size * shape.element_size
+    cache = KVCache(groups, size.page_size, size.num_chunks, cache_dtype, inner.device)
+    unit_bytes = ChunkLayout.of(groups, size.page_size).unit_size * cache_dtype.itemsize
     host = HostCache(cache, swap_bytes(config, _free_host_bytes(inner.device, size)) // unit_bytes)
     policy = EVICTION_POLICIES[config.eviction_policy]()
     blocks = BlockManager(groups, size.page_size, size.num_chunks, policy, host.num_units)
     limits = StepLimits(size.max_batch_tokens, size.max_requests_per_batch, size.safety_margin)
     hasher = PageHasher(size.page_size) if config.allow_block_sharing else None
     scheduler = Scheduler(SCHEDULING_POLICIES[config.scheduler_type], limits, blocks, hasher)
-    runner = ReferenceRunner(inner, configs, cache, BACKENDS[backend], config.return_logprobs)
+    runner: BatchRunner
+    if path.fused is None:
+        runner = ReferenceRunner(inner, configs, cache, BACKENDS[backend], config.return_logprobs)
+    else:
+        num_positions = min(shape.max_length, blocks.max_tokens_alone())
+        runner = FusedRunner(path.fused, cache, num_positions, config.return_logprobs)
     engine = Engine(scheduler, blocks, BatchBuilder(size.page_size, len(groups)), runner, host)
-    description = _describe(inner, backend, config, shape, size, host.num_units * unit_bytes)
+    description = _describe(
+        inner, f"{path.description}, paged|{backend}" if path.fused is None else path.description, config, shape, size,
+        host.num_units * unit_bytes,
+    )  # fmt: skip
     logger.info("%s", description)
-    return engine, EngineFacts(shape, size, blocks.max_tokens_alone(), inner.dtype, inner.device, description)
+    max_tokens = blocks.max_tokens_alone()
+    return engine, EngineFacts(shape, size, max_tokens, inner.dtype, inner.device, cache_dtype, description)
+
+
+@dataclass(frozen=True)
+class _Path:
+    """How the model is computed: by the fused decoder, or, without one, through its own modelling code."""
+
+    fused: FusedModel | None
+    description: str
+
+
+def _choose_path(model: Any, groups: Sequence[AttentionGroup], config: ContinuousBatchingConfig) -> _Path:
+    """The fused decoder where it is wanted and can stand in for the model.
+
+    Raises:
+        UnsupportedModelError: it is required, by name or for quantization, and cannot.
+    """
+    required = config.fused_decoder or config.quantization is not None
+    if config.fused_decoder is False:
+        if required:
+            raise UnsupportedModelError(f"quantization={config.quantization!r} needs the fused decoder, not False")
+        return _Path(None, "reference path (fused_decoder=False)")
+    try:
+        if model.device.type != "cpu":
+            raise NotFusable(f"it runs on CPU only, and the model is on {model.device}")
+        fused = fuse(model, groups, load_kernels(), config.quantization)
+    except NotFusable as error:
+        if required:
+            wanted = "fused_decoder=True" if config.fused_decoder else f"quantization={config.quantization!r}"
+            raise UnsupportedModelError(
+                f"{wanted} is not possible with {type(model).__name__}: {error}; "
+                "None uses the model's own code where the fused decoder cannot stand in for it"
+            ) from error
+        return _Path(None, f"reference path ({error})")
+    arithmetic = config.quantization or "float32"
+    return _Path(fused, f"fused decoder in {arithmetic} (kernels: {fused.kernels.name})")
+
+
+def _cache_dtype(config: ContinuousBatchingConfig, path: _Path, model_dtype: torch.dtype) -> torch.dtype:
+    """Type of K and V: the modelling code hands over, and takes back, its own only."""
+    wanted = None if config.kv_cache_dtype is None else getattr(torch, config.kv_cache_dtype)
+    if path.fused is not None:
+        return wanted or torch.float32
+    if wanted not in (None, model_dtype):
+        raise UnsupportedModelError(
+            f"kv_cache_dtype={config.kv_cache_dtype!r} is not possible here: this model, in "
+            f"{str(model_dtype).removeprefix('torch.')}, runs on the {path.description}, which keeps K and V as the "
+            "model has them; leave it at None"
+        )
+    return model_dtype
 
 
 def _free_host_bytes(device: torch.device, size: CacheSize) -> int:
@@ -135,14 +203,14 @@ def _rope_parameters(config: Any) -> list[dict[str, Any]]:
 
 
 def _describe(
-    model: Any, backend: str, config: ContinuousBatchingConfig, shape: ModelShape, size: CacheSize, swap_space: int
+    model: Any, path: str, config: ContinuousBatchingConfig, shape: ModelShape, size: CacheSize, swap_space: int
 ) -> str:
     kinds = ", ".join(
         f"{len(g.layers)} {'full' if g.window is None else f'sliding ({g.window})'}" for g in shape.groups
     )
     return (
-        f"{type(model).__name__} in {str(model.dtype).removeprefix('torch.')} on {model.device}: reference path, "
-        f"paged|{backend}, {kinds} attention layers; scheduler {config.scheduler_type}, page_size={size.page_size}, "
+        f"{type(model).__name__} in {str(model.dtype).removeprefix('torch.')} on {model.device}: {path}, "
+        f"{kinds} attention layers; scheduler {config.scheduler_type}, page_size={size.page_size}, "
         f"num_blocks={size.num_blocks}, max_batch_tokens={size.max_batch_tokens}, "
         f"max_requests_per_batch={size.max_requests_per_batch}, safety_margin={size.safety_margin}, "
         f"prefix caching {f'on ({config.eviction_policy})' if config.allow_block_sharing else 'off'}, "

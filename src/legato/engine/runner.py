@@ -57,9 +57,7 @@ class ReferenceRunner:
 
     def weights_sample(self) -> int:
         """A number made of a few values of every parameter, which no training step leaves all as they were."""
-        with torch.no_grad():
-            samples = [p.flatten()[:: max(1, p.numel() // 8)].to(torch.float64) for p in self._model.parameters()]
-            return hash(torch.cat(samples).cpu().numpy().tobytes())
+        return sample_of_weights(self._model)
 
     def run(self, batch: Batch) -> StepResult:
         """One forward pass: writes K and V, returns a token for each row of `batch.logits_indices`."""
@@ -86,6 +84,13 @@ class ReferenceRunner:
         if not len(rows):
             return StepResult([], [] if self._with_logprobs else None)
         return sample(logits.float(), batch.sampling, self._with_logprobs)
+
+
+def sample_of_weights(model: nn.Module) -> int:
+    """A number made of a few values of every parameter."""
+    with torch.no_grad():
+        samples = [p.flatten()[:: max(1, p.numel() // 8)].to(torch.float64) for p in model.parameters()]
+        return hash(torch.cat(samples).cpu().numpy().tobytes())
 
 
 def takes_logits_to_keep(model: Any) -> bool:

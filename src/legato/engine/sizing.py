@@ -30,6 +30,8 @@ _SHARED_MEMORY_FACTOR = 0.5  # of the share, where the processor lives off the s
 # Measured with torch 2.13 and glibc 2.36; tests/engine/test_memory_budget.py holds them to it.
 _SAMPLING_BYTES = 40  # of a logit, where top-p peaks: float32 before and after sorting, int64 order, 3 in float64
 _SCORE_BYTES = 10  # of a score: as computed, and two of softmax's in float32
+_PLACE_BYTES = 64  # of a token and attention group: its position, its slot, its rows of K and V, and copies of those
+_CUT_BYTES = 6  # of a float: three bfloat16 pieces
 # Tiles differ in size, each a little from the one before, so that a freed one is rarely used again: glibc's malloc has
 # up to 4 in vain for each in use, of those whose tensors are under 32 MiB; larger ones go back to the system.
 _TILES_KEPT = 4
@@ -45,10 +47,12 @@ class ModelShape:
         vocab_size, hidden_size, num_heads: of the model.
         intermediate_size: of all MLPs that one token goes through in a layer: several with a mixture of experts.
         max_length: tokens a sequence may have, prompt and answer together.
-        element_size: bytes of an activation and of an element of K or V.
+        element_size: bytes of an activation.
+        cache_element_size: bytes of an element of K or V in the cache.
         holds_scores: whether attention writes its scores to memory, and K and V once for each query head.
         all_logits: whether the model computes logits for every token, not only for those that are sampled.
         library_bytes: what libraries take once, however small the step.
+        fused: whether Legato's own decoder computes it: it gathers no K and V and needs no masks.
     """
 
     groups: tuple[AttentionGroup, ...]
@@ -58,9 +62,11 @@ class ModelShape:
     num_heads: int
     max_length: int
     element_size: int
+    cache_element_size: int
     holds_scores: bool = False
     all_logits: bool = False
     library_bytes: int = 42 << 20
+    fused: bool = False
 
     def step_bytes(self, batch_tokens: int, requests: int, cached_tokens: int | None = None) -> int:
         """Memory of one forward pass at its peak.
@@ -78,6 +84,13 @@ class ModelShape:
 
     def step_parts(self, batch_tokens: int, requests: int, cached_tokens: int) -> dict[str, int]:
         """The parts of `step_bytes`, by name."""
+        if self.fused:
+            return {
+                "libraries": self.library_bytes,
+                "plan": batch_tokens * len(self.groups) * _PLACE_BYTES,
+                "layer": self._fused_layer_bytes(batch_tokens, requests),
+                "logits": self._logits_bytes(batch_tokens, requests),
+            }
         keys = min(self.max_length, cached_tokens)
         seen = [keys if group.window is None else min(keys, group.window + QUERY_TILE) for group in self.groups]
         return {
@@ -100,6 +113,15 @@ class ModelShape:
         attention = 3 * self.hidden_size + 4 * heads + 2 * kv_heads  # Q, its products with cosine and sine; K, V
         rotation = 2 * len(self.groups) * max(group.head_dim for group in self.groups)
         return batch_tokens * self.element_size * (max(mlp, attention) + rotation)
+
+    def _fused_layer_bytes(self, batch_tokens: int, requests: int) -> int:
+        """The decoder's buffers, what a product cuts its input into, and the last layer's rows that are sampled."""
+        heads, kv_heads = self._attention_widths()
+        wide, narrow = max(heads + 2 * kv_heads, 2 * self.intermediate_size), max(heads, self.intermediate_size)
+        experts = self.intermediate_size  # a token once for each expert that sees it; less than their widths together
+        floats = 3 * self.hidden_size + wide + narrow + experts
+        cut = max(self.hidden_size, heads, self.intermediate_size) * _CUT_BYTES
+        return batch_tokens * (floats * 4 + cut) + requests * (self.hidden_size + heads) * 4
 
     def _tile_bytes(self, batch_tokens: int, all_keys: int, keys: int) -> int:
         """One call of the attention backend: K and V gathered, scores where they are held; and what tiles waste."""
@@ -243,7 +265,7 @@ class _Room:
 
     def pool_bytes(self, num_blocks: int) -> int:
         chunk_size = ChunkLayout.of(self.shape.groups, self.page_size).chunk_size
-        return self.num_chunks(num_blocks) * chunk_size * self.shape.element_size
+        return self.num_chunks(num_blocks) * chunk_size * self.shape.cache_element_size
 
     def step_bytes(self, batch_tokens: int, requests: int, num_blocks: int) -> int:
         pages = self._pages(num_blocks)
@@ -323,14 +345,25 @@ def available_host_bytes() -> int:
     return available
 
 
-def model_shape(model: Any, groups: Sequence[AttentionGroup], max_length: int, backend: str = "eager") -> ModelShape:
+def model_shape(
+    model: Any,
+    groups: Sequence[AttentionGroup],
+    max_length: int,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    backend: str = "eager",
+    fused: bool = False,
+) -> ModelShape:
     """Read a model's shape off its config and weights.
 
     Args:
         model: a causal language model of transformers.
         groups: its attention groups.
         max_length: tokens a sequence may have.
+        dtype: of its activations.
+        cache_dtype: of K and V in the cache.
         backend: its attention implementation; the one that takes the most memory unless told.
+        fused: whether the fused decoder computes it instead.
     """
     config = model.config.get_text_config()
     hidden_size = int(config.hidden_size)
@@ -341,10 +374,12 @@ def model_shape(model: Any, groups: Sequence[AttentionGroup], max_length: int, b
         intermediate_size=_intermediate_size(config) or 4 * hidden_size,
         num_heads=int(config.num_attention_heads),
         max_length=max_length,
-        element_size=model.dtype.itemsize,
+        element_size=dtype.itemsize,
+        cache_element_size=cache_dtype.itemsize,
         holds_scores=backend == "eager" or _computes_scores(model, config, groups),
-        all_logits=not takes_logits_to_keep(model),
-        library_bytes=_library_bytes(model.device, model.dtype),
+        all_logits=not fused and not takes_logits_to_keep(model),
+        library_bytes=_library_bytes(model.device, dtype),
+        fused=fused,
     )
 
 

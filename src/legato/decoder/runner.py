@@ -1,0 +1,93 @@
+"""Computes batches with the fused decoder, in the model's stead."""
+
+from typing import Any
+
+import torch
+
+from legato.cache.kv import KVCache
+from legato.decoder.decoder import Decoder
+from legato.decoder.fusing import FusedModel
+from legato.decoder.reader import read_spec
+from legato.decoder.spec import NotFusable
+from legato.engine.batch import Batch, StepResult
+from legato.engine.runner import sample_of_weights
+from legato.engine.sampling import sample
+from legato.errors import UnsupportedModelError
+
+
+class FusedRunner:
+    """Keeps the packed weights like the model's, and runs the decoder; the model itself is never called.
+
+    Args:
+        fused: the model.
+        cache: K and V.
+        num_positions: every token's position is below.
+        with_logprobs: whether results carry log-probabilities.
+    """
+
+    def __init__(self, fused: FusedModel, cache: KVCache, num_positions: int, with_logprobs: bool) -> None:
+        self._fused = fused
+        self._cache = cache
+        self._num_positions = num_positions
+        self._with_logprobs = with_logprobs
+        self._decoder: Decoder = fused.decoder(cache, num_positions)
+        self._num_rebuilt = 0
+        self._sample = sample_of_weights(fused.model)
+
+    def weights_version(self) -> int:
+        """A number that changes when a parameter is written to in place or replaced, or a module is.
+
+        Raises:
+            UnsupportedModelError: the model has become one that the fused decoder cannot stand in for.
+        """
+        if any(place.parent._modules.get(place.name) is not place.module for place in self._fused.spec.places):
+            self._read_again()
+        return hash((self._num_rebuilt, self._fused.weights.version()))
+
+    def weights_sample(self) -> int:
+        """A number made of a few values of every parameter; the packed weights are made anew when it changes.
+
+        Raises:
+            UnsupportedModelError: the model has become one that the fused decoder cannot stand in for.
+        """
+        self._read_again()  # hooks, say, leave no trace in the weights
+        seen = sample_of_weights(self._fused.model)
+        if seen != self._sample:
+            self._sample = seen
+            self._fused.weights.repack()
+        return seen
+
+    def run(self, batch: Batch) -> StepResult:
+        """One forward pass: writes K and V, returns a token for each row of `batch.logits_indices`.
+
+        Raises:
+            UnsupportedModelError: the model has become one that the fused decoder cannot stand in for.
+        """
+        with torch.no_grad():
+            try:
+                self._fused.weights.refresh()
+            except NotFusable as error:
+                raise _outgrown(self._fused.model, error) from error
+            logits = self._decoder.forward(batch)
+            if not len(logits):
+                return StepResult([], [] if self._with_logprobs else None)
+            return sample(logits, batch.sampling, self._with_logprobs)
+
+    def _read_again(self) -> None:
+        """Start afresh if the model is no longer what it was."""
+        fused = self._fused
+        try:
+            if read_spec(fused.model, fused.groups) == fused.spec:
+                return
+            self._fused = FusedModel.read(fused.model, fused.groups, fused.kernels, fused.quantization)
+        except NotFusable as error:
+            raise _outgrown(fused.model, error) from error
+        self._decoder = self._fused.decoder(self._cache, self._num_positions)
+        self._num_rebuilt += 1
+
+
+def _outgrown(model: Any, error: NotFusable) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{type(model).__name__} has changed since the engine was made, and the fused decoder cannot follow: {error}; "
+        "make a new manager, or set fused_decoder=False"
+    )

@@ -1,0 +1,206 @@
+/* out = x × weight + bias in float32, with weights stored as float32, bfloat16 or int8 in panels of 32 columns.
+
+   Few rows are bound by the weights' way from memory, so those are stored as small as they are exact, and widened in
+   registers. A panel is one run of memory: a register tile of rows × columns goes down it, row by row of the panel. */
+#include "legato.h"
+#include "linear.h"
+#include "parallel.h"
+#include "simd.h"
+
+#define COLUMNS (2 * LANES) /* of a register tile */
+#if LANES == 16
+#define ROWS 12
+#elif LANES == 8
+#define ROWS 5
+#else
+#define ROWS 4
+#endif
+#define MOST_CHUNK_PANELS 32
+#define FETCH_AHEAD 8192 /* bytes; the next panel lies behind this one */
+#define CHUNK_ELEMENTS 262144 /* of x that a panel meets before the next: they stay in the second-level cache */
+
+/* acc += x[rows][depth] × panel, for COLUMNS columns. With few rows two sums run side by side: a multiply-add waits four
+   cycles for the one before it. */
+INLINE void multiply_float32(
+    const float *x, int64_t x_stride, const float *panel, int64_t depth, int rows, vf acc[ROWS][2]) {
+    for (int64_t k = 0; k < depth; k++, panel += PANEL) {
+        vf w0 = load(panel), w1 = load(panel + LANES);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            if (r >= rows) break;
+            vf value = splat(x[r * x_stride + k]);
+            acc[r][0] += value * w0;
+            acc[r][1] += value * w1;
+        }
+    }
+}
+
+INLINE void multiply_bfloat16(
+    const float *x, int64_t x_stride, const uint16_t *panel, int64_t depth, int rows, vf acc[ROWS][2]) {
+    vf odd[ROWS][2] = {0};
+    const vu upper = (vu)splat_int((int32_t)0xffff0000u);
+    int64_t k = 0;
+    for (; k + 2 <= depth; k += 2, panel += 2 * PANEL) {
+        if (rows <= 4) {
+            __builtin_prefetch((const char *)panel + FETCH_AHEAD, 0, 2);
+            if (PANEL > COLUMNS / 2) __builtin_prefetch((const char *)panel + FETCH_AHEAD + 64, 0, 2);
+        }
+        vu pair0 = load_u32(panel), pair1 = load_u32(panel + 2 * LANES);
+        vf low0 = as_float(pair0 << 16), low1 = as_float(pair1 << 16);
+        vf high0 = as_float(pair0 & upper), high1 = as_float(pair1 & upper);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            if (r >= rows) break;
+            vf even_x = splat(x[r * x_stride + k]), odd_x = splat(x[r * x_stride + k + 1]);
+            acc[r][0] += even_x * low0;
+            acc[r][1] += even_x * low1;
+            if (rows <= 3) {
+                odd[r][0] += odd_x * high0;
+                odd[r][1] += odd_x * high1;
+            } else {
+                acc[r][0] += odd_x * high0;
+                acc[r][1] += odd_x * high1;
+            }
+        }
+    }
+    if (k < depth) {
+        vf low0 = as_float(load_u32(panel) << 16), low1 = as_float(load_u32(panel + 2 * LANES) << 16);
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            if (r >= rows) break;
+            vf value = splat(x[r * x_stride + k]);
+            acc[r][0] += value * low0;
+            acc[r][1] += value * low1;
+        }
+    }
+    if (rows <= 3)
+        UNROLL for (int r = 0; r < ROWS; r++) {
+            if (r >= rows) break;
+            acc[r][0] += odd[r][0];
+            acc[r][1] += odd[r][1];
+        }
+}
+
+/* x holds whole numbers here, as the weights do: their sums are exact up to 2^24. */
+INLINE void multiply_int8(
+    const float *x, int64_t x_stride, const int8_t *panel, int64_t depth, int rows, vf acc[ROWS][2]) {
+    for (int64_t k = 0; k < depth; k += 4, panel += 4 * PANEL) {
+        int64_t count = depth - k < 4 ? depth - k : 4;
+        vi four0 = (vi)load_u32(panel), four1 = (vi)load_u32(panel + 4 * LANES);
+        for (int64_t i = 0; i < count; i++) {
+            int left = (int)(24 - 8 * i);
+            vf w0 = __builtin_convertvector((four0 << left) >> 24, vf);
+            vf w1 = __builtin_convertvector((four1 << left) >> 24, vf);
+            UNROLL for (int r = 0; r < ROWS; r++) {
+                if (r >= rows) break;
+                vf value = splat(x[r * x_stride + k + i]);
+                acc[r][0] += value * w0;
+                acc[r][1] += value * w1;
+            }
+        }
+    }
+}
+
+INLINE void store_tile(const Product *p, int64_t row, int64_t column, int rows, vf acc[ROWS][2]) {
+    UNROLL for (int r = 0; r < ROWS; r++) {
+        if (r >= rows) break;
+        float line[COLUMNS];
+        store(line, acc[r][0]);
+        store(line + LANES, acc[r][1]);
+        finish_line(p, row + r, column, COLUMNS, line);
+    }
+}
+
+INLINE void tile(const Product *p, const float *x, int64_t x_stride, int64_t row, int64_t column, int rows) {
+    vf acc[ROWS][2] = {0};
+    const char *panel = panel_of(p, column);
+    int64_t inside = column % PANEL;
+    if (p->kind == LEGATO_FLOAT32)
+        multiply_float32(x, x_stride, (const float *)panel + inside, p->depth, rows, acc);
+    else if (p->kind == LEGATO_BFLOAT16)
+        multiply_bfloat16(x, x_stride, (const uint16_t *)panel + 2 * inside, p->depth, rows, acc);
+    else
+        multiply_int8(x, x_stride, (const int8_t *)panel + 4 * inside, p->depth, rows, acc);
+    store_tile(p, row, column, rows, acc);
+}
+
+/* What is left of a chunk goes down the panel again, from the nearest cache, in tiles of which there are few kinds: each
+   is code of its own. */
+static void column_tile(const Product *p, const float *x, int64_t x_stride, int64_t row, int64_t column, int64_t rows) {
+    for (int64_t done; rows > 0; rows -= done, row += done, x += done * x_stride) {
+        done = rows >= ROWS ? ROWS : rows >= 8 && ROWS > 8 ? 8 : rows >= 4 ? 4 : rows;
+        switch (done) {
+        case 1: tile(p, x, x_stride, row, column, 1); break;
+        case 2: tile(p, x, x_stride, row, column, 2); break;
+        case 3: tile(p, x, x_stride, row, column, 3); break;
+        case 4: tile(p, x, x_stride, row, column, 4); break;
+#if ROWS > 8
+        case 8: tile(p, x, x_stride, row, column, 8); break;
+#endif
+        default: tile(p, x, x_stride, row, column, ROWS);
+        }
+    }
+}
+
+/* A row of x as whole numbers in float32, and its scale, for the int8 panels of processors without an int8 product. */
+static void round_row(const void *arguments, int64_t row, int64_t thread) {
+    const Product *p = arguments;
+    const float *x = p->x + row * p->x_stride;
+    float *whole = (float *)p->scratch + row * p->depth;
+    float scale = row_scale(x, p->depth), inverse = scale > 0 ? 1 / scale : 0;
+    (void)thread;
+    for (int64_t k = 0; k < p->depth; k++) whole[k] = rintf(x[k] * inverse);
+    p->row_scales[row] = scale;
+}
+
+static void vectors_chunk(const void *arguments, int64_t chunk, int64_t thread) {
+    const Product *p = arguments;
+    const float *x = p->kind == LEGATO_INT8 ? p->scratch : p->x;
+    int64_t x_stride = p->kind == LEGATO_INT8 ? p->depth : p->x_stride;
+    int64_t most_rows = CHUNK_ELEMENTS / p->depth / ROWS * ROWS;
+    if (most_rows < ROWS) most_rows = ROWS;
+    (void)thread;
+    for (int64_t row = 0; row < p->rows; row += most_rows) {
+        int64_t rows = p->rows - row < most_rows ? p->rows - row : most_rows;
+        int64_t column = chunk * p->chunk_panels * PANEL, end = column + p->chunk_panels * PANEL;
+        for (; column < end && column < p->columns; column += COLUMNS)
+            column_tile(p, x + row * x_stride, x_stride, row, column, rows);
+    }
+}
+
+void multiply_by_vectors(Pool *pool, const Product *p) {
+    if (p->kind == LEGATO_INT8) run_chunks(pool, p->rows, round_row, p);
+    run_chunks(pool, num_chunks(p), vectors_chunk, p);
+}
+
+/* Bytes of scratch that a product of this shape needs. */
+EXPORT int64_t legato_linear_scratch(int64_t kind, int64_t rows, int64_t depth) {
+    return scratch_bytes(kind, rows, depth);
+}
+
+/* Whether there is a product of this kind by tiles. */
+EXPORT int64_t legato_linear_has_tiles(int64_t kind) {
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+    return kind != LEGATO_FLOAT32;
+#else
+    (void)kind;
+    return 0;
+#endif
+}
+
+/* out [rows][columns] = x [rows][depth] × weights + bias; bias [columns] or NULL. For LEGATO_INT8 column_scales
+   [columns] belong to the weights, and x is rounded to int8 with a scale a row. `scratch` is aligned to 64 bytes. */
+EXPORT void legato_linear(
+    Pool *pool, int64_t kind, int64_t by_tiles, const float *x, int64_t x_stride, int64_t rows, int64_t depth,
+    const void *weights, const float *column_scales, const float *bias, int64_t columns, float *out, int64_t out_stride,
+    void *scratch) {
+    int64_t chunk_panels = chunk_size(pool, (columns + PANEL - 1) / PANEL, 1);
+    float *row_scales = (float *)((char *)scratch + scratch_bytes(kind, rows, depth) - row_scale_bytes(kind, rows));
+    Product p = {(int)kind, x, x_stride, rows, depth, weights, column_scales, bias, columns, out, out_stride, scratch,
+                 row_scales, chunk_panels < MOST_CHUNK_PANELS ? chunk_panels : MOST_CHUNK_PANELS};
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+    if (by_tiles) {
+        multiply_by_tiles(pool, &p);
+        return;
+    }
+#endif
+    (void)by_tiles;
+    multiply_by_vectors(pool, &p);
+}

@@ -1,0 +1,288 @@
+/* The products of linear.c in AMX tiles, for processors that have them.
+
+   bfloat16 weights times float32 activations, as exactly as in float32: a float is the sum of three bfloat16 (its 24
+   bits cut in three), products of two bfloat16 are exact in float32, and the tiles add in float32. Three passes of the
+   tile unit still are several times faster than one of the vector units. */
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+#include <immintrin.h>
+
+#include "legato.h"
+#include "linear.h"
+#include "parallel.h"
+#include "simd.h"
+
+#define TILE_ROWS 16
+#define TILE_BYTES 1024
+#define PIECES 3
+#define CHUNK_BYTES (1 << 20) /* of cut activations that all panels meet in turn: they stay in the second-level cache */
+
+typedef struct {
+    uint8_t palette, start_row, reserved[14];
+    uint16_t columns[16];
+    uint8_t rows[16];
+} TileConfig;
+
+/* All eight tiles 16 rows of 64 bytes. */
+static void configure_tiles(void) {
+    TileConfig config __attribute__((aligned(64))) = {.palette = 1};
+    for (int i = 0; i < 8; i++) {
+        config.columns[i] = 64;
+        config.rows[i] = TILE_ROWS;
+    }
+    __asm__ volatile("" ::: "memory"); /* the intrinsic does not say that it reads all of it */
+    _tile_loadconfig(&config);
+}
+
+INLINE int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+INLINE void store_upper_halves(uint16_t *to, vf low, vf high) {
+    _mm256_storeu_si256((__m256i *)to, _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)low, 16)));
+    _mm256_storeu_si256((__m256i *)(to + 16), _mm512_cvtepi32_epi16(_mm512_srli_epi32((__m512i)high, 16)));
+}
+
+INLINE vf upper_half(vf x) { return (vf)((vu)x & 0xffff0000u); }
+
+/* One row of a tile: 32 floats into three pieces, each piece a tile further. */
+INLINE void cut(const float *x, uint16_t *to) {
+    vf low = load(x), high = load(x + 16);
+    for (int piece = 0; piece < PIECES; piece++) {
+        vf low_piece = upper_half(low), high_piece = upper_half(high);
+        store_upper_halves(to + piece * TILE_BYTES / 2, low_piece, high_piece);
+        low -= low_piece;
+        high -= high_piece;
+    }
+}
+
+/* A row tile of x: [depth / 32][pieces][16][32]. */
+static void cut_tile(const void *arguments, int64_t tile, int64_t thread) {
+    const Product *p = arguments;
+    int64_t steps = padded_depth(LEGATO_BFLOAT16, p->depth) / 32;
+    (void)thread;
+    for (int64_t row = tile * TILE_ROWS; row < (tile + 1) * TILE_ROWS; row++) {
+        uint16_t *to = (uint16_t *)p->scratch + tile * steps * PIECES * TILE_BYTES / 2 + row % TILE_ROWS * 32;
+        const float *x = p->x + row * p->x_stride;
+        for (int64_t step = 0; step < steps; step++, to += PIECES * TILE_BYTES / 2) {
+            int64_t count = row < p->rows ? p->depth - step * 32 : 0;
+            if (count >= 32) {
+                cut(x + step * 32, to);
+            } else {
+                float line[32] = {0};
+                if (count > 0) memcpy(line, x + step * 32, count * sizeof(float));
+                cut(line, to);
+            }
+        }
+    }
+}
+
+/* A row tile of x in whole numbers: [depth / 64][16][64]. */
+static void round_tile(const void *arguments, int64_t tile, int64_t thread) {
+    const Product *p = arguments;
+    int64_t steps = padded_depth(LEGATO_INT8, p->depth) / 64;
+    (void)thread;
+    for (int64_t row = tile * TILE_ROWS; row < (tile + 1) * TILE_ROWS; row++) {
+        int8_t *to = (int8_t *)p->scratch + tile * steps * TILE_BYTES + row % TILE_ROWS * 64;
+        const float *x = p->x + row * p->x_stride;
+        float scale = row < p->rows ? row_scale(x, p->depth) : 0, inverse = scale > 0 ? 1 / scale : 0;
+        if (row < p->rows) p->row_scales[row] = scale;
+        for (int64_t step = 0; step < steps; step++, to += TILE_BYTES)
+            for (int64_t k = step * 64; k < step * 64 + 64; k += 16) {
+                __m512 values = _mm512_setzero_ps();
+                int64_t count = row < p->rows ? p->depth - k : 0;
+                if (count > 0) values = _mm512_maskz_loadu_ps(count >= 16 ? 0xffff : (1u << count) - 1, x + k);
+                __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(values, _mm512_set1_ps(inverse)));
+                _mm_storeu_si128((__m128i *)(to + k - step * 64), _mm512_cvtsepi32_epi8(whole));
+            }
+    }
+}
+
+INLINE void finish_tile(const Product *p, int64_t row, int64_t column, const float tile[TILE_ROWS][16]) {
+    for (int64_t r = 0; r < TILE_ROWS && row + r < p->rows; r++) finish_line(p, row + r, column, 16, tile[r]);
+}
+
+INLINE void whole_to_float(float tile[TILE_ROWS][16]) {
+    for (int r = 0; r < TILE_ROWS; r++) {
+        __m512i whole = _mm512_loadu_si512(tile[r]);
+        _mm512_storeu_ps(tile[r], _mm512_cvtepi32_ps(whole));
+    }
+}
+
+/* The panel that comes next, fetched a little with every step of this one, so that memory never rests. */
+typedef struct {
+    const char *next;
+    int64_t lines_per_step;
+} Fetch;
+
+INLINE void fetch_some(Fetch *fetch) {
+    for (int64_t line = 0; line < fetch->lines_per_step; line++, fetch->next += 64)
+        _mm_prefetch(fetch->next, _MM_HINT_T1);
+}
+
+/* 32 rows × 32 columns: four sums, to which all three pieces are added. */
+static void bfloat16_pair(
+    const Product *p, const char *x, int64_t x_bytes, const char *panel, int64_t row, int64_t column, Fetch *fetch) {
+    int64_t steps = padded_depth(LEGATO_BFLOAT16, p->depth) / 32;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES) {
+        fetch_some(fetch);
+        _tile_loadd(6, panel, 2 * 64);
+        _tile_loadd(7, panel + 64, 2 * 64);
+        for (int piece = 0; piece < PIECES; piece++, x += TILE_BYTES) {
+            _tile_loadd(4, x, 64);
+            _tile_loadd(5, x + x_bytes, 64);
+            _tile_dpbf16ps(0, 4, 6);
+            _tile_dpbf16ps(1, 4, 7);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+    float tile[4][TILE_ROWS][16] __attribute__((aligned(64)));
+    _tile_stored(0, tile[0], 64);
+    _tile_stored(1, tile[1], 64);
+    _tile_stored(2, tile[2], 64);
+    _tile_stored(3, tile[3], 64);
+    for (int i = 0; i < 4; i++) finish_tile(p, row + i / 2 * TILE_ROWS, column + i % 2 * 16, tile[i]);
+}
+
+/* 16 rows × 32 columns: six sums, one for each piece, because a sum waits longer for itself than four would hide. */
+static void bfloat16_single(
+    const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch *fetch) {
+    int64_t steps = padded_depth(LEGATO_BFLOAT16, p->depth) / 32;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+    for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += PIECES * TILE_BYTES) {
+        fetch_some(fetch);
+        _tile_loadd(6, panel, 2 * 64);
+        _tile_loadd(7, x, 64);
+        _tile_dpbf16ps(0, 7, 6);
+        _tile_loadd(7, x + TILE_BYTES, 64);
+        _tile_dpbf16ps(1, 7, 6);
+        _tile_loadd(7, x + 2 * TILE_BYTES, 64);
+        _tile_dpbf16ps(2, 7, 6);
+        _tile_loadd(6, panel + 64, 2 * 64);
+        _tile_dpbf16ps(5, 7, 6);
+        _tile_loadd(7, x + TILE_BYTES, 64);
+        _tile_dpbf16ps(4, 7, 6);
+        _tile_loadd(7, x, 64);
+        _tile_dpbf16ps(3, 7, 6);
+    }
+    float tile[6][TILE_ROWS][16] __attribute__((aligned(64)));
+    _tile_stored(0, tile[0], 64);
+    _tile_stored(1, tile[1], 64);
+    _tile_stored(2, tile[2], 64);
+    _tile_stored(3, tile[3], 64);
+    _tile_stored(4, tile[4], 64);
+    _tile_stored(5, tile[5], 64);
+    for (int half = 0; half < 2; half++) {
+        for (int r = 0; r < TILE_ROWS; r++)
+            store(tile[0][r], load(tile[3 * half + 2][r]) + load(tile[3 * half + 1][r]) + load(tile[3 * half][r]));
+        finish_tile(p, row, column + 16 * half, tile[0]);
+    }
+}
+
+static void int8_pair(
+    const Product *p, const char *x, int64_t x_bytes, const char *panel, int64_t row, int64_t column, Fetch *fetch) {
+    int64_t steps = padded_depth(LEGATO_INT8, p->depth) / 64;
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+    for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += TILE_BYTES) {
+        fetch_some(fetch);
+        _tile_loadd(6, panel, 2 * 64);
+        _tile_loadd(7, panel + 64, 2 * 64);
+        _tile_loadd(4, x, 64);
+        _tile_loadd(5, x + x_bytes, 64);
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
+        _tile_dpbssd(2, 5, 6);
+        _tile_dpbssd(3, 5, 7);
+    }
+    float tile[4][TILE_ROWS][16] __attribute__((aligned(64)));
+    _tile_stored(0, tile[0], 64);
+    _tile_stored(1, tile[1], 64);
+    _tile_stored(2, tile[2], 64);
+    _tile_stored(3, tile[3], 64);
+    for (int i = 0; i < 4; i++) {
+        whole_to_float(tile[i]);
+        finish_tile(p, row + i / 2 * TILE_ROWS, column + i % 2 * 16, tile[i]);
+    }
+}
+
+static void int8_single(
+    const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch *fetch) {
+    int64_t steps = padded_depth(LEGATO_INT8, p->depth) / 64;
+    _tile_zero(0);
+    _tile_zero(1);
+    for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += TILE_BYTES) {
+        fetch_some(fetch);
+        _tile_loadd(6, panel, 2 * 64);
+        _tile_loadd(7, panel + 64, 2 * 64);
+        _tile_loadd(4, x, 64);
+        _tile_dpbssd(0, 4, 6);
+        _tile_dpbssd(1, 4, 7);
+    }
+    float tile[2][TILE_ROWS][16] __attribute__((aligned(64)));
+    _tile_stored(0, tile[0], 64);
+    _tile_stored(1, tile[1], 64);
+    for (int i = 0; i < 2; i++) {
+        whole_to_float(tile[i]);
+        finish_tile(p, row, column + i * 16, tile[i]);
+    }
+}
+
+/* One panel for the row tiles first .. last - 1. */
+static void panel_rows(const Product *p, int64_t panel, int64_t first, int64_t last, int64_t x_bytes, Fetch fetch) {
+    int64_t column = panel * PANEL;
+    const char *weights = panel_of(p, column), *x = (const char *)p->scratch + first * x_bytes;
+    int int8 = p->kind == LEGATO_INT8;
+    for (int64_t tile = first; tile < last; tile += 2, x += 2 * x_bytes) {
+        int64_t row = tile * TILE_ROWS;
+        if (tile + 1 < last && int8)
+            int8_pair(p, x, x_bytes, weights, row, column, &fetch);
+        else if (tile + 1 < last)
+            bfloat16_pair(p, x, x_bytes, weights, row, column, &fetch);
+        else if (int8)
+            int8_single(p, x, weights, row, column, &fetch);
+        else
+            bfloat16_single(p, x, weights, row, column, &fetch);
+    }
+}
+
+static Fetch fetch_after(const Product *p, int64_t panel, int64_t end, int64_t row_tiles) {
+    /* A step goes 2 KiB down the panel, which each pair of row tiles does once. */
+    int64_t passes = tiles_of(row_tiles, 2);
+    int64_t lines = panel + 1 < end ? tiles_of(2 * TILE_BYTES / 64, passes) : 0;
+    return (Fetch){panel_of(p, (panel + 1) * PANEL), lines};
+}
+
+static void tiles_chunk(const void *arguments, int64_t chunk, int64_t thread) {
+    const Product *p = arguments;
+    int64_t depth = padded_depth(p->kind, p->depth), row_tiles = tiles_of(p->rows, TILE_ROWS);
+    int64_t x_bytes = TILE_ROWS * depth * (p->kind == LEGATO_INT8 ? 1 : 2 * PIECES);
+    int64_t most_tiles = CHUNK_BYTES / x_bytes / 2 * 2;
+    if (most_tiles < 2) most_tiles = 2;
+    int64_t panels = tiles_of(p->columns, PANEL);
+    (void)thread;
+    configure_tiles();
+    for (int64_t first = 0; first < row_tiles; first += most_tiles) {
+        int64_t last = first + most_tiles < row_tiles ? first + most_tiles : row_tiles;
+        int64_t panel = chunk * p->chunk_panels, end = panel + p->chunk_panels;
+        if (end > panels) end = panels;
+        for (; panel < end; panel++)
+            panel_rows(p, panel, first, last, x_bytes, fetch_after(p, panel, end, last - first));
+    }
+    _tile_release(); /* the system need not save them any more */
+}
+
+void multiply_by_tiles(Pool *pool, const Product *p) {
+    run_chunks(pool, tiles_of(p->rows, TILE_ROWS), p->kind == LEGATO_INT8 ? round_tile : cut_tile, p);
+    run_chunks(pool, num_chunks(p), tiles_chunk, p);
+}
+#endif

@@ -1,0 +1,464 @@
+/* From logits to tokens: the likeliest, or one drawn by temperature, top-k and top-p, without sorting the vocabulary.
+
+   A row goes by in blocks. Their largest logits, found in one pass, say where the likely tokens can be: filters look at
+   a few candidates in the blocks that reach high enough, and at more only where these do not suffice. What a filter
+   keeps is a cut in the scores: all above it and the first few that equal it. So tokens that tie need no order of their
+   own, and the draw goes through the kept ones in the vocabulary's order. */
+#include <stdlib.h>
+
+#include "legato.h"
+#include "parallel.h"
+#include "simd.h"
+#if defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#define BLOCK 256
+#define ARGMAX_TOKENS 524288 /* of a chunk at least, so that it is worth waking a thread: some hundred microseconds */
+#define SAMPLE_TOKENS 131072
+#define LOWEST (-87.0f) /* below this score vexp is 0: such a token is never drawn */
+#define FIRST_CANDIDATES 32 /* how many top-p tries first, and by what factor it tries more */
+#define MORE_CANDIDATES 8
+
+typedef float vhalf __attribute__((vector_size(2 * LANES)));
+typedef double vd __attribute__((vector_size(4 * LANES)));
+
+/* What is not a number counts as the largest, as in torch. */
+INLINE int above(float a, float b) { return a > b || (a != a && b == b); }
+
+INLINE vf upper(vf a, vf b) { return pick((a > b) | (a != a), a, b); }
+
+static float largest_of_block(const float *x) {
+    vf most[4];
+    UNROLL for (int i = 0; i < 4; i++) most[i] = load(x + i * LANES);
+    for (int at = 4 * LANES; at < BLOCK; at += 4 * LANES)
+        UNROLL for (int i = 0; i < 4; i++) most[i] = upper(load(x + at + i * LANES), most[i]);
+    vf all = upper(upper(most[0], most[1]), upper(most[2], most[3]));
+    COMBINE_LANES(upper, all);
+    return all[0];
+}
+
+/* Those lanes of v that are wanted, side by side; a whole vector is written. Returns how many. */
+INLINE int64_t pack_lanes(vf v, vi wanted, void *out) {
+#if defined(__AVX512F__)
+    __mmask16 mask = _mm512_movepi32_mask((__m512i)wanted);
+    _mm512_storeu_ps(out, _mm512_maskz_compress_ps(mask, (__m512)v));
+    return __builtin_popcount(mask);
+#else
+    float lanes[LANES];
+    int64_t count = 0;
+    memcpy(lanes, &v, sizeof v);
+    for (int i = 0; i < LANES; i++) { /* without branches: they would be guessed wrong */
+        memcpy((float *)out + count, lanes + i, sizeof(float));
+        count -= wanted[i];
+    }
+    return count;
+#endif
+}
+
+typedef struct {
+    const float *logits;
+    int64_t vocab, blocks;
+    float top, temperature;
+} Row;
+
+/* The block's logits: in `spare`, filled up with impossible tokens, if the row ends in it. */
+INLINE const float *block_of(const Row *row, int64_t block, float *spare) {
+    const float *x = row->logits + block * BLOCK;
+    int64_t count = row->vocab - block * BLOCK;
+    if (count >= BLOCK) return x;
+    for (int64_t i = 0; i < BLOCK; i++) spare[i] = i < count ? x[i] : -INFINITY;
+    return spare;
+}
+
+/* The largest logit; each block's in `tops`, if not NULL. The first block that has it in `*block`. */
+static float find_top(const Row *row, float *tops, int64_t *block) {
+    float spare[BLOCK], top = -INFINITY;
+    *block = 0;
+    for (int64_t b = 0; b < row->blocks; b++) {
+        float candidate = largest_of_block(block_of(row, b, spare));
+        if (tops) tops[b] = candidate;
+        if (above(candidate, top)) top = candidate, *block = b;
+    }
+    return top;
+}
+
+/* The first token of a block that has its largest logit. */
+static int64_t first_token(const Row *row, int64_t block, float top) {
+    int64_t token = block * BLOCK;
+    for (; token < row->vocab - 1; token++) {
+        float x = row->logits[token];
+        if (x == top || (x != x && top != top)) break;
+    }
+    return token;
+}
+
+INLINE int64_t blocks_of(int64_t vocab) { return (vocab + BLOCK - 1) / BLOCK; }
+
+static Row new_row(const float *logits, int64_t vocab) {
+    return (Row){.logits = logits, .vocab = vocab, .blocks = blocks_of(vocab)};
+}
+
+/* The rows of each chunk. */
+INLINE int64_t chunk_rows(const Pool *pool, int64_t rows, int64_t vocab, int64_t least_tokens) {
+    return chunk_size(pool, rows, 1 + least_tokens / vocab);
+}
+
+typedef struct {
+    const float *logits;
+    int64_t stride, rows, vocab, *tokens, chunk;
+} Argmax;
+
+static void argmax_chunk(const void *arguments, int64_t chunk, int64_t thread) {
+    const Argmax *a = arguments;
+    (void)thread;
+    for (int64_t r = chunk * a->chunk; r < (chunk + 1) * a->chunk && r < a->rows; r++) {
+        Row row = new_row(a->logits + r * a->stride, a->vocab);
+        int64_t block;
+        float top = find_top(&row, NULL, &block);
+        a->tokens[r] = first_token(&row, block, top);
+    }
+}
+
+/* Each row's likeliest token, the first of those that tie; NaN is likelier than anything. */
+EXPORT void legato_argmax(
+    Pool *pool, const float *logits, int64_t stride, int64_t rows, int64_t vocab, int64_t *tokens) {
+    int64_t chunk = chunk_rows(pool, rows, vocab, ARGMAX_TOKENS);
+    Argmax all = {logits, stride, rows, vocab, tokens, chunk};
+    run_chunks(pool, (rows + chunk - 1) / chunk, argmax_chunk, &all);
+}
+
+/* Memory of a thread. */
+typedef struct {
+    float *tops;    /* [blocks] the largest logit of each, then its score */
+    double *sums;   /* [blocks] the mass of each */
+    int32_t *token; /* [vocab] candidates, in the vocabulary's order */
+    float *score;   /* [vocab] theirs */
+    float *work[2]; /* [vocab] each */
+} Scratch;
+
+/* Shifted so that the likeliest is 0: a tiny temperature would divide it to infinity. */
+static void score_all(const Row *row, const float *x, int64_t count, float *scores) {
+    int64_t i = 0;
+    if (row->temperature == 1) /* a division takes as long as all the rest */
+        for (; i + LANES <= count; i += LANES) store(scores + i, load(x + i) - row->top);
+    else
+        for (; i + LANES <= count; i += LANES) store(scores + i, (load(x + i) - row->top) / row->temperature);
+    for (; i < count; i++) scores[i] = (x[i] - row->top) / row->temperature;
+}
+
+/* In double: where the sum of many is at hand, the unlikely ones must not be rounded away. */
+INLINE vf mass_of(vf scores, vd *totals) {
+    vf mass = vexp(scores);
+    vhalf halves[2];
+    memcpy(halves, &mass, sizeof halves);
+    UNROLL for (int h = 0; h < 2; h++) totals[h] += __builtin_convertvector(halves[h], vd);
+    return mass;
+}
+
+/* The sum of the scores' masses, which go to `masses` unless that is NULL. */
+INLINE double weigh(const float *scores, int64_t count, float *masses) {
+    vd totals[2] = {{0}, {0}};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        vf mass = mass_of(load(scores + i), totals);
+        if (masses) store(masses + i, mass);
+    }
+    if (i < count) {
+        float rest[LANES];
+        for (int64_t j = 0; j < LANES; j++) rest[j] = i + j < count ? scores[i + j] : LOWEST - 1;
+        store(rest, mass_of(load(rest), totals));
+        if (masses) memcpy(masses + i, rest, (count - i) * sizeof(float));
+    }
+    totals[0] += totals[1];
+    double total = 0;
+    for (int64_t j = 0; j < LANES / 2; j++) total += totals[0][j];
+    return total;
+}
+
+static double weigh_block(const Row *row, int64_t block, float *masses) {
+    float spare[BLOCK], scores[BLOCK];
+    score_all(row, block_of(row, block, spare), BLOCK, scores);
+    return weigh(scores, BLOCK, masses);
+}
+
+/* The mass of all tokens, and of each block in `sums`. */
+static double weigh_row(const Row *row, double *sums) {
+    float masses[BLOCK];
+    double total = 0;
+    for (int64_t b = 0; b < row->blocks; b++) total += sums[b] = weigh_block(row, b, masses);
+    return total;
+}
+
+/* The block in which the masses from the first on pass the target; those of the blocks before it are taken off that. */
+static int64_t find_block(const double *sums, int64_t blocks, double *target) {
+    double before = 0;
+    int64_t block = 0;
+    for (; block < blocks - 1 && before + sums[block] <= *target; block++) before += sums[block];
+    *target -= before;
+    return block;
+}
+
+/* The first whose mass passes the target. One by one they may sum up to a rounding less than the block's sum did: then
+   the last that has a mass. */
+static int64_t find_in_block(const float *masses, int64_t count, double target) {
+    double total = 0;
+    int64_t last = 0;
+    for (int64_t i = 0; i < count && total <= target; i++) {
+        if (masses[i] > 0) last = i;
+        total += masses[i];
+    }
+    return last;
+}
+
+#define ALL INT64_MAX
+
+/* What is kept: every score above this one, and of those that equal it the first `ties`. */
+typedef struct {
+    float score;
+    int64_t ties;
+} Cut;
+
+/* One of them, hardly ever among the largest or the smallest. */
+static float some_median(const float *values, int64_t count, uint64_t *state) {
+    float v[3];
+    for (int i = 0; i < 3; i++) {
+        *state = *state * 6364136223846793005u + 1442695040888963407u;
+        v[i] = values[(*state >> 33) * (uint64_t)count >> 31];
+    }
+    float least = v[0] < v[1] ? v[0] : v[1], most = v[0] < v[1] ? v[1] : v[0];
+    return v[2] < least ? least : v[2] > most ? most : v[2];
+}
+
+/* Those above the pivot to work[0], those below to work[1], from one of which they may come. Counts each. */
+INLINE void divide(const float *from, int64_t count, float pivot, float *const *work, int64_t *counts) {
+    int64_t high = 0, low = 0;
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf v = splat(pivot);
+        if (count - i >= LANES)
+            v = load(from + i);
+        else
+            for (int64_t j = 0; j < count - i; j++) v[j] = from[i + j];
+        high += pack_lanes(v, v > pivot, work[0] + high);
+        low += pack_lanes(v, v < pivot, work[1] + low);
+    }
+    counts[0] = high, counts[1] = low;
+}
+
+/* Where the weights from the largest score down reach the limit; a score weighs its mass, or 1. Goes on in the part
+   that has it, as quickselect does; equal scores weigh the same, so that they need no order. */
+INLINE Cut find_cut(const float *scores, int64_t count, double limit, int by_mass, float *const *work) {
+    double before = 0;
+    uint64_t state = 1;
+    Cut cut = {-INFINITY, ALL};
+    while (count > 0) {
+        int64_t counts[2];
+        cut.score = some_median(scores, count, &state);
+        divide(scores, count, cut.score, work, counts);
+        double ties = (double)(count - counts[0] - counts[1]);
+        double weight = by_mass ? weigh(work[0], counts[0], NULL) : (double)counts[0];
+        double each = by_mass ? weigh(&cut.score, 1, NULL) : 1;
+        int side = !(counts[0] && before + weight >= limit);
+        if (side) {
+            before += weight;
+            double needed = ceil((limit - before) / each);
+            if (needed <= ties) {
+                if (needed < ties) cut.ties = needed < 1 ? 1 : (int64_t)needed; /* the likeliest stays in any case */
+                break;
+            }
+            before += each * ties;
+        }
+        scores = work[side];
+        count = counts[side];
+    }
+    return cut; /* the lowest looked at, if the limit is a rounding beyond their sum */
+}
+
+/* A score that at least so many tokens reach: as the tops of that many blocks do. */
+static float floor_for(const Row *row, const Scratch *s, int64_t candidates) {
+    if (candidates > row->blocks) return LOWEST;
+    return fmaxf(find_cut(s->tops, row->blocks, (double)candidates, 0, s->work).score, LOWEST);
+}
+
+INLINE vi lane_numbers(void) {
+    vi v;
+    UNROLL for (int i = 0; i < LANES; i++) v[i] = i;
+    return v;
+}
+
+/* The candidates: all tokens whose score reaches the floor. Returns how many. */
+static int64_t gather(const Row *row, const Scratch *s, float floor) {
+    float spare[BLOCK], scores[BLOCK];
+    int64_t count = 0;
+    for (int64_t b = 0; b < row->blocks; b++) {
+        if (s->tops[b] < floor) continue;
+        score_all(row, block_of(row, b, spare), BLOCK, scores);
+        for (int64_t i = 0; i < BLOCK; i += LANES) {
+            vf v = load(scores + i);
+            pack_lanes((vf)(lane_numbers() + (int32_t)(b * BLOCK + i)), v >= floor, s->token + count);
+            count += pack_lanes(v, v >= floor, s->score + count);
+        }
+    }
+    return count;
+}
+
+/* The last of the tokens at the cut that is kept. */
+static int32_t last_tie(const Scratch *s, int64_t count, Cut cut) {
+    if (cut.ties == ALL) return INT32_MAX;
+    int64_t i = 0;
+    for (; i < count; i++)
+        if (s->score[i] == cut.score && --cut.ties == 0) break;
+    return s->token[i];
+}
+
+/* Of the candidates those that the cut keeps. Returns how many. */
+static int64_t keep(const Scratch *s, int64_t count, Cut cut) {
+    int32_t last = last_tie(s, count, cut);
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf v = load(s->score + i);
+        vi token = (vi)load_u32(s->token + i);
+        vi wanted = (v > cut.score) | ((v == cut.score) & (token <= last));
+        if (count - i < LANES) wanted &= lane_numbers() < (int32_t)(count - i);
+        pack_lanes((vf)token, wanted, s->token + kept);
+        kept += pack_lanes(v, wanted, s->score + kept);
+    }
+    return kept;
+}
+
+static int64_t keep_top_k(const Row *row, const Scratch *s, int64_t top_k) {
+    int64_t count = gather(row, s, floor_for(row, s, top_k));
+    Cut cut = find_cut(s->score, count, (double)top_k, 0, s->work);
+    cut.ties = ALL; /* that tie for the last place */
+    return keep(s, count, cut);
+}
+
+static int64_t keep_top_p(const Row *row, const Scratch *s, float top_p) {
+    double limit = top_p * weigh_row(row, s->sums);
+    int64_t candidates = FIRST_CANDIDATES, count;
+    for (;; candidates *= MORE_CANDIDATES) {
+        float floor = floor_for(row, s, candidates);
+        count = gather(row, s, floor);
+        if (floor == LOWEST || weigh(s->score, count, NULL) >= limit) break;
+    }
+    return keep(s, count, find_cut(s->score, count, limit, 1, s->work));
+}
+
+/* A token, and the logarithm of its probability under what it was drawn from. */
+typedef struct {
+    int64_t token;
+    double logprob;
+} Drawn;
+
+static Drawn draw_candidate(const Scratch *s, int64_t count, double uniform) {
+    int64_t blocks = blocks_of(count);
+    double total = 0;
+    for (int64_t b = 0; b < blocks; b++) {
+        int64_t size = b < blocks - 1 ? BLOCK : count - b * BLOCK;
+        total += s->sums[b] = weigh(s->score + b * BLOCK, size, s->work[0] + b * BLOCK);
+    }
+    double target = uniform * total; /* below the total, also once rounded: a uniform is at most 1 - 2^-53 */
+    int64_t first = find_block(s->sums, blocks, &target) * BLOCK;
+    int64_t size = count - first < BLOCK ? count - first : BLOCK;
+    int64_t drawn = first + find_in_block(s->work[0] + first, size, target);
+    return (Drawn){s->token[drawn], s->score[drawn] - log(total)};
+}
+
+static Drawn draw_from_all(const Row *row, const Scratch *s, double uniform) {
+    float masses[BLOCK];
+    double total = weigh_row(row, s->sums);
+    double target = uniform * total; /* below the total, also once rounded: a uniform is at most 1 - 2^-53 */
+    int64_t block = find_block(s->sums, row->blocks, &target);
+    weigh_block(row, block, masses);
+    int64_t token = block * BLOCK + find_in_block(masses, BLOCK, target);
+    return (Drawn){token, (row->logits[token] - row->top) / row->temperature - log(total)};
+}
+
+static Drawn draw_filtered(const Row *row, const Scratch *s, int64_t top_k, float top_p, double uniform) {
+    int64_t count;
+    score_all(row, s->tops, row->blocks, s->tops);
+    if (top_k) {
+        count = keep_top_k(row, s, top_k);
+        if (top_p < 1) {
+            double limit = top_p * weigh(s->score, count, NULL);
+            count = keep(s, count, find_cut(s->score, count, limit, 1, s->work));
+        }
+    } else {
+        count = keep_top_p(row, s, top_p);
+    }
+    return draw_candidate(s, count, uniform);
+}
+
+static Drawn sample_row(
+    Row row, const Scratch *s, float temperature, int64_t top_k, float top_p, double uniform, int with_logprob) {
+    int64_t block;
+    row.temperature = temperature > 0 ? temperature : 1;
+    row.top = find_top(&row, s->tops, &block);
+    if (!isfinite(row.top)) /* nothing to compute with */
+        return (Drawn){first_token(&row, block, row.top), NAN};
+    if (temperature > 0 && (top_p < 1 || (top_k > 0 && top_k < row.vocab)))
+        return draw_filtered(&row, s, top_k < row.vocab ? top_k : 0, top_p, uniform);
+    if (temperature > 0) return draw_from_all(&row, s, uniform);
+    double total = with_logprob ? weigh_row(&row, s->sums) : 1;
+    return (Drawn){first_token(&row, block, row.top), -log(total)};
+}
+
+/* What is packed ends with a whole vector. */
+INLINE int64_t width_of(int64_t vocab) { return blocks_of(vocab) * BLOCK + LANES; }
+
+static int64_t scratch_bytes(int64_t vocab) {
+    int64_t of_blocks = sizeof(double) + sizeof(float), of_tokens = 3 * sizeof(float) + sizeof(int32_t);
+    return (blocks_of(vocab) * of_blocks + width_of(vocab) * of_tokens + 63) / 64 * 64; /* whole cache lines */
+}
+
+static Scratch scratch_at(char *memory, int64_t vocab) {
+    Scratch s = {.sums = (double *)memory};
+    s.tops = (float *)(s.sums + blocks_of(vocab));
+    s.score = s.tops + blocks_of(vocab);
+    s.work[0] = s.score + width_of(vocab);
+    s.work[1] = s.work[0] + width_of(vocab);
+    s.token = (int32_t *)(s.work[1] + width_of(vocab));
+    return s;
+}
+
+typedef struct {
+    const float *logits;
+    int64_t stride, rows, vocab;
+    const float *temperatures;
+    const int64_t *top_k;
+    const float *top_p;
+    const double *uniforms;
+    int64_t *tokens;
+    double *logprobs;
+    char *memory;
+    int64_t chunk;
+} Sampling;
+
+static void sample_chunk(const void *arguments, int64_t chunk, int64_t thread) {
+    const Sampling *a = arguments;
+    Scratch scratch = scratch_at(a->memory + thread * scratch_bytes(a->vocab), a->vocab);
+    for (int64_t r = chunk * a->chunk; r < (chunk + 1) * a->chunk && r < a->rows; r++) {
+        Row row = new_row(a->logits + r * a->stride, a->vocab);
+        Drawn drawn = sample_row(
+            row, &scratch, a->temperatures[r], a->top_k[r], a->top_p[r], a->uniforms[r], a->logprobs != NULL);
+        a->tokens[r] = drawn.token;
+        if (a->logprobs) a->logprobs[r] = drawn.logprob;
+    }
+}
+
+/* A token for each row, and the logarithm of its probability after temperature and filters unless `logprobs` is NULL. A
+   temperature of 0 takes the likeliest token and none of the filters; a top_k of 0 and a top_p of 1 are none. Where the
+   largest logit is no finite number the row takes it as well, with a logarithm that is NaN. Returns 0, or 1 if there is
+   no memory. */
+EXPORT int64_t legato_sample(
+    Pool *pool, const float *logits, int64_t stride, int64_t rows, int64_t vocab, const float *temperatures,
+    const int64_t *top_k, const float *top_p, const double *uniforms, int64_t *tokens, double *logprobs) {
+    char *memory = malloc((size_t)(num_threads(pool) * scratch_bytes(vocab))); /* what is not used stays untouched */
+    if (!memory) return 1;
+    int64_t chunk = chunk_rows(pool, rows, vocab, SAMPLE_TOKENS);
+    Sampling all = {
+        logits, stride, rows, vocab, temperatures, top_k, top_p, uniforms, tokens, logprobs, memory, chunk};
+    run_chunks(pool, (rows + chunk - 1) / chunk, sample_chunk, &all);
+    free(memory);
+    return 0;
+}

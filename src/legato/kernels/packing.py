@@ -1,0 +1,75 @@
+"""Matrices in the layout that `native/linear.c` reads: panels of 32 output columns, each one run of memory."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+Quantization = Literal["int8"]
+
+PANEL = 32
+FLOAT32, BFLOAT16, INT8 = 0, 1, 2  # as in native/legato.h
+KINDS = ("float32", "bfloat16", "int8")  # their names
+_DEPTH_STEP = {FLOAT32: 1, BFLOAT16: 32, INT8: 64}
+_INTERLEAVED = {FLOAT32: 1, BFLOAT16: 2, INT8: 4}  # consecutive inputs of a column that lie side by side
+
+
+@dataclass(frozen=True, slots=True)
+class PackedMatrix:
+    """A weight [columns, depth] and a bias, as the native product takes them.
+
+    Attributes:
+        kind: `FLOAT32`, `BFLOAT16` or `INT8`.
+        panels: of that type, [columns / 32, depth / n, 32, n] where n is 1, 2 or 4, zeros past the edges.
+        column_scales: float32 [columns]; what a whole number of an `INT8` column stands for. None for the others.
+        bias: float32 [columns], or None.
+        columns, depth: outputs and inputs.
+        ways: how to multiply for each of `tuning.ROW_COUNTS`: 0 by vectors, 1 by tiles.
+    """
+
+    kind: int
+    panels: Tensor
+    column_scales: Tensor | None
+    bias: Tensor | None
+    columns: int
+    depth: int
+    ways: tuple[int, ...] = (0,)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.panels.numel() * self.panels.element_size()
+
+
+def pack(weight: Tensor, bias: Tensor | None) -> PackedMatrix:
+    """Pack `weight` [out, in] without loss: as bfloat16 if that holds every value of it, else as float32."""
+    half = weight.to(torch.bfloat16)
+    exact = weight.dtype == torch.bfloat16 or bool((half.to(weight.dtype) == weight).all())
+    if exact:
+        return _packed(BFLOAT16, half, None, bias)
+    return _packed(FLOAT32, weight.float(), None, bias)
+
+
+def pack_int8(weight: Tensor, bias: Tensor | None) -> PackedMatrix:
+    """Pack `weight` [out, in] as whole numbers, so scaled that the largest of each column, [in], becomes 127."""
+    whole, scales = whole_numbers(weight.float())
+    return _packed(INT8, whole.to(torch.int8), scales, bias)
+
+
+def whole_numbers(values: Tensor) -> tuple[Tensor, Tensor]:
+    """`values` [rows, n] as whole numbers, still in float32, so scaled that the largest of each row becomes 127.
+
+    Returns:
+        Those, and what 1 stands for, [rows].
+    """
+    scales = values.abs().amax(dim=1) / 127
+    return (values / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_(), scales
+
+
+def _packed(kind: int, values: Tensor, column_scales: Tensor | None, bias: Tensor | None) -> PackedMatrix:
+    columns, depth = values.shape
+    together = _INTERLEAVED[kind]
+    padded = pad(values, (0, -depth % _DEPTH_STEP[kind], 0, -columns % PANEL))
+    panels = padded.unflatten(1, (-1, together)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
+    return PackedMatrix(kind, panels, column_scales, None if bias is None else bias.float().clone(), columns, depth)

@@ -1,0 +1,330 @@
+"""Native sampling, for every instruction set that this processor has, against float64 and against its twin in torch."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from legato.engine.batch import SamplingBatch
+from legato.engine.sampling import sample_with_torch
+from legato.kernels.choose import VARIABLE
+from legato.kernels.library import LEVELS, load_library
+from legato.kernels.sampling import NativeSampler, native_sampler
+
+# Around a vector, a block and several of them; the last is more than top-p looks at before it takes all.
+VOCAB_SIZES = [1, 2, 3, 7, 15, 16, 17, 63, 100, 255, 256, 257, 511, 1000, 9000]
+TEMPERATURES = [0.0, 1.0, 0.7, 1.9, 50.0, 1e-3, 1e-38, 1e-42]
+TOP_PS = [1.0, 0.999, 0.9, 0.5, 0.1, 1e-6, 1e-50]
+ROUNDING = 1e-6  # of a mass in float32: nearer to a boundary than this, either side is right
+
+
+@pytest.fixture(params=LEVELS)
+def level(request: pytest.FixtureRequest) -> str:
+    if load_library((request.param,)) is None:
+        pytest.skip(f"no {request.param} kernels here: not built, or not for this processor")
+    return request.param
+
+
+@pytest.fixture
+def sampler(level: str) -> NativeSampler:
+    return new_sampler(level)
+
+
+def new_sampler(level: str) -> NativeSampler:
+    found = load_library((level,))
+    assert found is not None
+    return NativeSampler(found[1])
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How one row is sampled."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
+def batch(settings: list[Settings]) -> SamplingBatch:
+    rows = len(settings)
+    return SamplingBatch(
+        temperature=np.array([s.temperature for s in settings], np.float32),
+        top_k=np.array([s.top_k for s in settings], np.int64),
+        top_p=np.array([s.top_p for s in settings], np.float32),
+        seed=np.zeros(rows, np.uint64),
+        position=np.zeros(rows, np.int64),
+    )
+
+
+def draw(
+    sampler: NativeSampler | None, logits: Tensor, settings: list[Settings], uniforms: NDArray[np.float64]
+) -> tuple[list[int], list[float]]:
+    """Tokens and log-probabilities; by the twin if there is no sampler."""
+    b = batch(settings)
+    if sampler is None:
+        result = sample_with_torch(logits, b, uniforms, True)
+        assert sample_with_torch(logits, b, uniforms, False).token_ids == result.token_ids
+        assert result.logprobs is not None
+        return result.token_ids, result.logprobs
+    tokens, logprobs = sampler.sample(logits, b.temperature, b.top_k, b.top_p, uniforms, True)
+    alone, none = sampler.sample(logits, b.temperature, b.top_k, b.top_p, uniforms, False)
+    assert alone.tolist() == tokens.tolist() and none is None and logprobs is not None
+    return tokens.tolist(), logprobs.tolist()
+
+
+def random_logits(rng: np.random.Generator, vocab_size: int) -> NDArray[np.float32]:
+    """Of every shape: peaked, flat, with ties, sorted, with impossible tokens."""
+    logits = rng.normal(size=vocab_size) * rng.choice([0.01, 1.0, 5.0, 40.0]) + rng.choice([0.0, 300.0])
+    match rng.integers(8):
+        case 0:
+            logits = np.round(logits)
+        case 1:
+            logits = np.full(vocab_size, logits[0])
+        case 2:
+            logits = np.sort(logits)
+        case 3:
+            logits = -np.sort(-logits)
+        case 4:
+            logits[rng.random(vocab_size) < 0.5] = -np.inf
+            logits[rng.integers(vocab_size)] = 1.0
+        case 5:
+            logits[:] = rng.choice(logits[:3], vocab_size)
+    return logits.astype(np.float32)
+
+
+def random_settings(rng: np.random.Generator, vocab_size: int) -> Settings:
+    top_ks = [0, 0, 0, 1, 2, 5, 40, max(1, vocab_size - 1), vocab_size, vocab_size + 5, np.iinfo(np.int64).max]
+    return Settings(float(rng.choice(TEMPERATURES)), int(rng.choice(top_ks)), float(rng.choice(TOP_PS)))
+
+
+def kept_masses(logits: NDArray[np.float32], settings: Settings, off: float = 0.0) -> NDArray[np.float64]:
+    """What each token weighs, likeliest 1 and filtered 0; with top_p's limit off by so much of all that is left."""
+    with np.errstate(over="ignore"):
+        scores = (logits - logits.max()) / np.float32(
+            settings.temperature
+        )  # in float32: which scores tie is a matter of it
+    masses = np.where(scores < -87, 0.0, np.exp(scores.astype(np.float64)))
+    order = np.argsort(-scores, kind="stable")
+    if 0 < settings.top_k < len(logits):
+        masses[scores < scores[order[settings.top_k - 1]]] = 0
+    if settings.top_p < 1:
+        before = np.append(0, np.cumsum(masses[order])[:-1])
+        dropped = before >= (float(np.float32(settings.top_p)) + off) * masses.sum()
+        dropped[0] = False
+        masses[order[dropped]] = 0
+    return masses
+
+
+def is_right(logits: NDArray[np.float32], settings: Settings, uniform: float, token: int, logprob: float) -> bool:
+    """Whether these may give that token with that log-probability; a rounding from a boundary both sides are right."""
+    if not settings.temperature:
+        exact = logits.astype(np.float64) - logits.max()
+        return token == logits.argmax() and bool(np.isclose(logprob, -np.log(np.exp(exact).sum()), rtol=0, atol=2e-6))
+    for off in (0.0, -ROUNDING, ROUNDING):
+        masses = kept_masses(logits, settings, off)
+        cumulative, total = np.cumsum(masses), masses.sum()
+        begins, ends = (cumulative[token] - masses[token]) / total, cumulative[token] / total
+        expected = np.log(masses[token] / total) if masses[token] else np.inf
+        if begins - ROUNDING <= uniform <= ends + ROUNDING and abs(logprob - expected) < 1e-5:
+            return True
+    return False
+
+
+def cases(seed: int) -> Iterator[tuple[Tensor, list[Settings], NDArray[np.float64]]]:
+    """For every size some rows, each with settings of its own."""
+    rng = np.random.default_rng(seed)
+    for vocab_size in VOCAB_SIZES:
+        rows = 60 if vocab_size < 5000 else 25
+        logits = torch.from_numpy(np.stack([random_logits(rng, vocab_size) for _ in range(rows)]))
+        uniforms = rng.random(rows)
+        uniforms[:2] = 0, 1 - 2.0**-53
+        yield logits, [random_settings(rng, vocab_size) for _ in range(rows)], uniforms
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_tokens_and_logprobs_are_those_of_float64(sampler: NativeSampler, seed: int) -> None:
+    for logits, settings, uniforms in cases(seed):
+        tokens, logprobs = draw(sampler, logits, settings, uniforms)
+        for i, row in enumerate(logits.numpy()):
+            assert is_right(row, settings[i], uniforms[i], tokens[i], logprobs[i]), (
+                f"row {i} of {len(row)}: {settings[i]}, {uniforms[i]} gave {tokens[i]} with {logprobs[i]}"
+            )
+
+
+@pytest.mark.parametrize("seed", range(100, 105))
+def test_the_twin_draws_the_same_tokens(sampler: NativeSampler, seed: int) -> None:
+    for logits, settings, uniforms in cases(seed):
+        tokens, logprobs = draw(sampler, logits, settings, uniforms)
+        expected, expected_logprobs = draw(None, logits, settings, uniforms)
+        assert tokens == expected
+        np.testing.assert_allclose(logprobs, expected_logprobs, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_every_token_that_is_kept_comes_in_its_turn(sampler: NativeSampler, seed: int) -> None:
+    """In the vocabulary's order, for the random numbers in the middle of what each is worth."""
+    rng = np.random.default_rng(seed)
+    vocab_size = int(rng.choice([40, 300, 700]))
+    logits = random_logits(rng, vocab_size)
+    settings = Settings(float(rng.choice(TEMPERATURES[1:])), int(rng.choice([0, 3, 60])), float(rng.choice(TOP_PS)))
+    masses = kept_masses(logits, settings)
+    cumulative = np.cumsum(masses) / masses.sum()
+    (tokens,) = np.nonzero(masses > 10 * ROUNDING * masses.sum())
+    uniforms = np.clip(cumulative - masses / masses.sum() / 2, 0, 1 - 2.0**-53)[tokens]
+    for which in (sampler, None):
+        drawn, _ = draw(which, torch.from_numpy(logits).expand(len(tokens), -1), [settings] * len(tokens), uniforms)
+        assert drawn == tokens.tolist(), settings
+
+
+def kept_by(sampler: NativeSampler | None, logits: Tensor, settings: Settings) -> set[int]:
+    """The tokens that come for a thousand random numbers, evenly spread."""
+    uniforms = (np.arange(1000) + 0.5) / 1000
+    return set(draw(sampler, logits.expand(1000, -1), [settings] * 1000, uniforms)[0])
+
+
+def test_ties_at_the_cut(sampler: NativeSampler) -> None:
+    """Top-k keeps all that tie for its last place, top-p the first of them, in the vocabulary's order."""
+    logits = torch.full((300,), -50.0)
+    logits[[7, 20, 130, 290]] = torch.tensor([1.0, 2.0, 1.0, 1.0])
+    for which in (sampler, None):
+        assert kept_by(which, logits, Settings(top_k=2)) == {7, 20, 130, 290}
+        assert kept_by(which, logits, Settings(top_p=0.5)) == {7, 20}  # the likeliest alone has 0.475
+        assert kept_by(which, logits, Settings(top_p=0.7)) == {7, 20, 130}
+        assert kept_by(which, logits, Settings(top_k=2, top_p=0.7)) == {7, 20, 130}
+
+
+@pytest.mark.parametrize("vocab_size", [4, 64, 600])
+def test_a_token_is_dropped_once_those_before_it_have_reached_top_p(sampler: NativeSampler, vocab_size: int) -> None:
+    """To the last bit: equal logits all weigh 1."""
+    logits = torch.full((vocab_size,), 3.25)
+    for which in (sampler, None):
+        for quarters in (1, 2, 3):
+            kept = kept_by(which, logits, Settings(top_p=quarters / 4))
+            assert kept == set(range(vocab_size * quarters // 4))
+        assert kept_by(which, logits, Settings(top_p=0.0)) == {0}
+        assert kept_by(which, logits, Settings()) == set(range(vocab_size))
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(top_k=2000), Settings(top_p=0.9999999)], ids=str)
+def test_a_draw_on_a_boundary_takes_the_token_after_it(sampler: NativeSampler, settings: Settings) -> None:
+    uniforms = np.arange(1024) / 1024
+    for which in (sampler, None):
+        tokens, _ = draw(which, torch.zeros(1024).expand(1024, -1), [settings] * 1024, uniforms)
+        assert tokens == list(range(1024))
+
+
+@pytest.mark.parametrize("settings", [Settings(), Settings(top_k=4)], ids=str)
+@pytest.mark.parametrize("places", [[0, 1, 2, 3], [10, 20, 300, 301], [5, 300, 600, 900]], ids=str)
+def test_tokens_far_rarer_than_a_float32_resolves_are_told_apart(
+    sampler: NativeSampler, settings: Settings, places: list[int]
+) -> None:
+    logits = torch.full((1000,), -torch.inf)
+    logits[places] = torch.tensor([0.0] + [float(np.log(1e-9))] * 3)
+    uniforms = 1 - np.array([2.5e-9, 1.5e-9, 0.5e-9])
+    for which in (sampler, None):
+        assert draw(which, logits.expand(3, -1), [settings] * 3, uniforms)[0] == places[1:]
+
+
+def test_a_flat_distribution_is_searched_to_its_end(sampler: NativeSampler) -> None:
+    """No few candidates suffice, and the cut is among the least likely."""
+    logits = torch.randn(50_000, generator=torch.Generator().manual_seed(1)) * 0.01
+    for settings in (Settings(top_p=0.99), Settings(top_k=49_000), Settings(top_k=30_000, top_p=0.7)):
+        masses = kept_masses(logits.numpy(), settings)
+        (kept,) = np.nonzero(masses)
+        uniforms = np.array([0.0, 1 - 1e-9])
+        tokens, logprobs = draw(sampler, logits.expand(2, -1), [settings] * 2, uniforms)
+        assert tokens == [kept[0], kept[-1]]
+        np.testing.assert_allclose(logprobs, np.log(masses[tokens] / masses.sum()), rtol=0, atol=1e-5)
+
+
+def test_rows_lie_anywhere(sampler: NativeSampler) -> None:
+    """As columns of something wider, all the same, back to back, transposed."""
+    rng = np.random.default_rng(0)
+    wide = torch.from_numpy(rng.normal(size=(20, 411)).astype(np.float32))
+    settings, uniforms = [random_settings(rng, 300) for _ in range(20)], rng.random(20)
+    for logits in (wide[:, 5:305], wide[:1, 7:307].expand(20, -1), wide[::2, 100:400], wide[:, :20].T.expand(20, 20)):
+        rows = len(logits)
+        expected = draw(sampler, logits.contiguous().clone(), settings[:rows], uniforms[:rows])
+        assert draw(sampler, logits, settings[:rows], uniforms[:rows]) == expected
+        assert sampler.argmax(logits).tolist() == logits.argmax(dim=-1).tolist()
+
+
+def test_what_is_not_float32_on_the_cpu_is_refused(sampler: NativeSampler) -> None:
+    for logits in (torch.zeros(2, 5).double(), torch.zeros(2, 5, device="meta")):
+        with pytest.raises(ValueError, match="float32 on the CPU"):
+            sampler.argmax(logits)
+
+
+@pytest.mark.parametrize("largest", [torch.nan, torch.inf, -torch.inf])
+def test_a_largest_logit_that_is_no_number_is_taken(sampler: NativeSampler, largest: float) -> None:
+    logits = torch.randn(6, 700, generator=torch.Generator().manual_seed(3))
+    logits[:, 300:302] = largest
+    if largest < 0:
+        logits[:] = largest
+    logits[5] = 0.0
+    settings = [Settings(0.0), Settings(), Settings(top_k=3), Settings(top_p=0.5), Settings(1.5, 9, 0.9), Settings()]
+    for which in (sampler, None):
+        tokens, logprobs = draw(which, logits, settings, np.full(6, 0.5))
+        assert tokens == [300 if largest > 0 or largest != largest else 0] * 5 + [350]
+        assert np.isnan(logprobs[:5]).all() and np.isfinite(logprobs[5])
+
+
+@pytest.mark.parametrize("vocab_size", [1, 5, 16, 17, 256, 300, 16_384, 40_000, 2_000_001])
+def test_argmax_is_that_of_torch(sampler: NativeSampler, vocab_size: int) -> None:
+    """The first of those that tie, and what is no number before all others."""
+    rng = np.random.default_rng(vocab_size)
+    for rows in (1, 2, 9) if vocab_size < 100_000 else (1,):
+        for special in ([], [np.inf], [-np.inf], [np.nan], [np.nan, np.inf], [0.0, -0.0]):
+            logits = torch.from_numpy(rng.integers(-50, 3, size=(rows, vocab_size)).astype(np.float32))
+            for value in special * 3:
+                logits[rng.integers(rows), rng.integers(vocab_size)] = value
+            assert sampler.argmax(logits).tolist() == logits.argmax(dim=-1).tolist()
+    assert sampler.argmax(torch.zeros(3, vocab_size)).tolist() == [0, 0, 0]
+
+
+def test_no_rows_give_no_tokens(sampler: NativeSampler) -> None:
+    logits = torch.zeros(0, 50)
+    assert len(sampler.argmax(logits)) == 0
+    assert draw(sampler, logits, [], np.zeros(0)) == ([], [])
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_change_nothing(level: str, threads: int) -> None:
+    """Neither those that share the work nor those that ask at the same time."""
+    rng = np.random.default_rng(5)
+    logits = torch.from_numpy(rng.normal(size=(90, 20_000)).astype(np.float32)) * 3
+    settings, uniforms = [random_settings(rng, 20_000) for _ in range(90)], rng.random(90)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        sampler = new_sampler(level)
+    finally:
+        torch.set_num_threads(before)
+    alone = [draw(sampler, logits[i : i + 1], settings[i : i + 1], uniforms[i : i + 1]) for i in range(90)]
+    expected = [token for (token,), _ in alone], [logprob for _, (logprob,) in alone]
+    with ThreadPoolExecutor(3) as callers:
+        for result in callers.map(lambda _: draw(sampler, logits, settings, uniforms), range(3)):
+            assert result == expected
+    assert sampler.argmax(logits).tolist() == logits.argmax(dim=-1).tolist()
+
+
+def test_the_sampler_is_loaded_once_and_is_the_one_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native_sampler() is native_sampler()
+    for level, there in (("torch", False), ("portable", load_library(("portable",)) is not None)):
+        monkeypatch.setenv(VARIABLE, level)
+        assert (native_sampler() is not None) == there
+
+
+def test_the_last_random_number_gives_the_last_token(sampler: NativeSampler) -> None:
+    """However the sums are rounded, of a block's masses and of all."""
+    logits = torch.randn(500, 600, generator=torch.Generator().manual_seed(2))
+    logits[:, 570:] = -torch.inf
+    for settings in (Settings(), Settings(top_k=550)):
+        tokens, _ = draw(sampler, logits, [settings] * 500, np.full(500, 1 - 2.0**-53))
+        for row, token in zip(logits.numpy(), tokens, strict=True):
+            assert token == np.flatnonzero(kept_masses(row, settings))[-1]
