@@ -8,6 +8,7 @@ from torch import Tensor
 
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup, ChunkLayout
 from legato.cache.swap import UnitCopies
+from legato.memory import empty_in_large_pages
 
 MAX_TRANSFER_BYTES = 64 << 20  # gathered beside the cache: no more than a step takes anyway
 
@@ -56,10 +57,12 @@ class KVCache:
     ) -> None:
         layout = ChunkLayout.of(groups, page_size)
         chunk_size = layout.chunk_size
-        # Not zeroed: the operating system hands out memory only as it is touched. Padding reads must find numbers.
         with torch.inference_mode(False):  # the engine's thread could not write into an inference tensor
-            storage = torch.empty(num_chunks * chunk_size, dtype=dtype, device=device)
-        storage[: RESERVED_CHUNKS * chunk_size].zero_()
+            if device.type == "cpu":
+                storage = empty_in_large_pages(num_chunks * chunk_size, dtype)
+            else:
+                storage = torch.empty(num_chunks * chunk_size, dtype=dtype, device=device)
+                storage[: RESERVED_CHUNKS * chunk_size].zero_()  # padding reads must find numbers
         self.dtype, self.device = dtype, device
         self.units = storage.view(-1, layout.unit_size)
         self.page_size = page_size

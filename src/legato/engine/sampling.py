@@ -40,6 +40,9 @@ def sample_with_torch(
     Both draw in the vocabulary's order, so that a seed gives the same tokens by either.
     """
     token_ids = logits.argmax(dim=-1)
+    if sampling.all_greedy:
+        chosen = logits.log_softmax(dim=-1).gather(1, token_ids[:, None])[:, 0] if with_logprobs else None
+        return StepResult(token_ids.tolist(), None if chosen is None else chosen.tolist())
     greedy = sampling.temperature == 0
     # Greedy rows are computed with for their log-probabilities alone: under the logits as they are.
     rows = np.arange(len(greedy)) if with_logprobs else np.flatnonzero(~greedy)

@@ -22,6 +22,7 @@ from legato.config import (
 from legato.engine.policy import SCHEDULING_POLICIES
 from legato.engine.runner import takes_logits_to_keep
 from legato.errors import OutOfCacheMemoryError
+from legato.kernels.sampling import native_sampler
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,7 @@ _SHARED_MEMORY_FACTOR = 0.5  # of the share, where the processor lives off the s
 
 # Measured with torch 2.13 and glibc 2.36; tests/engine/test_memory_budget.py holds them to it.
 _SAMPLING_BYTES = 40  # of a logit, where top-p peaks: float32 before and after sorting, int64 order, 3 in float64
+_NATIVE_SAMPLING_BYTES = 16  # of a token of the vocabulary and thread, however many rows there are
 _SCORE_BYTES = 10  # of a score: as computed, and two of softmax's in float32
 _PLACE_BYTES = 64  # of a token and attention group: its position, its slot, its rows of K and V, and copies of those
 _CUT_BYTES = 6  # of a float: three bfloat16 pieces
@@ -52,6 +54,7 @@ class ModelShape:
         holds_scores: whether attention writes its scores to memory, and K and V once for each query head.
         all_logits: whether the model computes logits for every token, not only for those that are sampled.
         library_bytes: what libraries take once, however small the step.
+        sampling_bytes: of a logit, what sampling takes beside it.
         fused: whether Legato's own decoder computes it: it gathers no K and V and needs no masks.
     """
 
@@ -66,6 +69,7 @@ class ModelShape:
     holds_scores: bool = False
     all_logits: bool = False
     library_bytes: int = 42 << 20
+    sampling_bytes: int = _SAMPLING_BYTES
     fused: bool = False
 
     def step_bytes(self, batch_tokens: int, requests: int, cached_tokens: int | None = None) -> int:
@@ -135,7 +139,7 @@ class ModelShape:
 
     def _logits_bytes(self, batch_tokens: int, requests: int) -> int:
         """Logits in the model's type and in float32, and what sampling by top-p makes of them: any request may ask."""
-        copies = self.element_size + (4 if self.element_size < 4 else 0) + _SAMPLING_BYTES
+        copies = self.element_size + (4 if self.element_size < 4 else 0) + self.sampling_bytes
         all_rows = batch_tokens * self.vocab_size * self.element_size if self.all_logits else 0
         return requests * self.vocab_size * copies + all_rows
 
@@ -367,9 +371,14 @@ def model_shape(
     """
     config = model.config.get_text_config()
     hidden_size = int(config.hidden_size)
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    library_bytes, sampling_bytes = _library_bytes(model.device, dtype), _SAMPLING_BYTES
+    if model.device.type == "cpu" and native_sampler() is not None:
+        library_bytes += torch.get_num_threads() * vocab_size * _NATIVE_SAMPLING_BYTES
+        sampling_bytes = 0
     return ModelShape(
         groups=tuple(groups),
-        vocab_size=int(model.get_input_embeddings().weight.shape[0]),
+        vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=_intermediate_size(config) or 4 * hidden_size,
         num_heads=int(config.num_attention_heads),
@@ -378,7 +387,8 @@ def model_shape(
         cache_element_size=cache_dtype.itemsize,
         holds_scores=backend == "eager" or _computes_scores(model, config, groups),
         all_logits=not fused and not takes_logits_to_keep(model),
-        library_bytes=_library_bytes(model.device, dtype),
+        library_bytes=library_bytes,
+        sampling_bytes=sampling_bytes,
         fused=fused,
     )
 

@@ -3,11 +3,10 @@
 import ctypes
 import logging
 import os
-import weakref
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from legato.cache.kv import LayerCache
 from legato.kernels.interface import Activation, AttentionSpec, HeadLayout, HeadNorm, PassTables, Rotary
 from legato.kernels.packing import KINDS, PackedMatrix, Quantization, pack, pack_int8
 from legato.kernels.tuning import MeasuredWays
+from legato.memory import LargePageArena
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def load_library(levels: tuple[str, ...] = LEVELS) -> tuple[str, ctypes.CDLL] | 
         if not path.exists():
             continue
         try:
-            library = ctypes.CDLL(str(path))
+            library = _open(path)
         except OSError as error:
             logger.warning("the CPU kernels in %s cannot be loaded: %s", path.name, error)
             continue
@@ -52,8 +52,30 @@ def load_library(levels: tuple[str, ...] = LEVELS) -> tuple[str, ctypes.CDLL] | 
     return None
 
 
+@lru_cache
+def _open(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path))
+
+
+@lru_cache
+def thread_pool(library: ctypes.CDLL, num_threads: int) -> int:
+    """The pool that all of the process shares, for a library's functions to work with.
+
+    Raises:
+        MemoryError: there is none for it.
+    """
+    library.legato_pool_new.argtypes, library.legato_pool_new.restype = [_I], _P
+    pool: int | None = library.legato_pool_new(num_threads)
+    if not pool:
+        raise MemoryError("no memory for the kernels' threads")
+    return pool
+
+
+os.register_at_fork(after_in_child=thread_pool.cache_clear)  # a forked process has none of its threads
+
+
 class NativeKernels:
-    """See `Kernels`. Not for several threads at once: its own threads and a scratch buffer serve one call at a time.
+    """See `Kernels`. Not for several threads at once: products share a scratch buffer.
 
     Args:
         name: of the instruction set.
@@ -64,6 +86,7 @@ class NativeKernels:
     def __init__(self, name: str, library: ctypes.CDLL, measured: MeasuredWays) -> None:
         self.name = name
         self._measured = measured
+        self._arena = LargePageArena()
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._scratch_at = 0
         for function, arguments in _SIGNATURES.items():
@@ -76,12 +99,7 @@ class NativeKernels:
         library.legato_linear_has_tiles.restype = c_int64
         self._has_tiles = library.legato_linear_has_tiles
         self._scratch_bytes = library.legato_linear_scratch
-        library.legato_pool_new.argtypes, library.legato_pool_new.restype = [_I], _P
-        library.legato_pool_free.argtypes, library.legato_pool_free.restype = [_P, _I], None
-        self._pool = library.legato_pool_new(torch.get_num_threads())
-        if not self._pool:
-            raise MemoryError("no memory for the kernels' threads")
-        weakref.finalize(self, _free_pool, library.legato_pool_free, self._pool, os.getpid())
+        self._pool = thread_pool(library, torch.get_num_threads())
         self._linear = library.legato_linear
         self._rms_norm = library.legato_rms_norm
         self._add_norm = library.legato_add_norm
@@ -91,6 +109,7 @@ class NativeKernels:
 
     def pack(self, weight: Tensor, bias: Tensor | None, quantization: Quantization | None = None) -> PackedMatrix:
         packed = pack(weight, bias) if quantization is None else pack_int8(weight, bias)
+        packed = replace(packed, panels=self._arena.store(packed.panels))
         candidates = self.ways(packed.kind)
         if len(candidates) == 1:
             return packed
@@ -158,7 +177,8 @@ class NativeKernels:
         self._rotate_and_store(
             self._pool, qkv.data_ptr(), qkv.shape[0], layout.num_heads, layout.num_kv_heads, layout.head_dim,
             query_weight, key_weight, over_all, eps, tables.position_ids.data_ptr(), cosines, sines, half,
-            rows.data_ptr(), rows.data_ptr() + 8 * rows.shape[1], cache.storage.data_ptr(), cache.storage.dtype == torch.bfloat16,
+            rows.data_ptr(), rows.data_ptr() + 8 * rows.shape[1], cache.storage.data_ptr(),
+            cache.storage.dtype == torch.bfloat16,
         )  # fmt: skip
 
     def attention(
@@ -195,17 +215,14 @@ class NativeKernels:
         return self._scratch_at
 
 
-def _free_pool(free: Any, pool: int, owner: int) -> None:
-    free(pool, os.getpid() == owner)
-
-
 class _Trial:
     """Multiplies by copies of a matrix in turn, so many that each is met as in a forward pass: not in a near cache."""
 
     def __init__(self, kernels: NativeKernels, packed: PackedMatrix) -> None:
         self._kernels = kernels
         count = min(_MOST_COPIES, -(-_FAR_BYTES // packed.num_bytes))
-        self._copies = [replace(packed, panels=packed.panels.clone()) for _ in range(count)]
+        arena = LargePageArena()
+        self._copies = [replace(packed, panels=arena.store(packed.panels)) for _ in range(count)]
 
     def run(self, way: int, rows: int) -> None:
         for packed in self._copies:

@@ -2,10 +2,8 @@
 
 import ctypes
 import os
-import weakref
 from ctypes import c_int64, c_void_p
 from functools import lru_cache
-from threading import Lock
 
 import numpy as np
 import torch
@@ -13,14 +11,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from legato.kernels.choose import VARIABLE
-from legato.kernels.library import LEVELS, load_library
+from legato.kernels.library import LEVELS, load_library, thread_pool
 from legato.kernels.reference import TorchKernels
 
 _P, _I = c_void_p, c_int64
 
 
 class NativeSampler:
-    """Tokens from logits. Any number of threads may call; one at a time is served.
+    """Tokens from logits. Any number of threads may call.
 
     Args:
         library: from `load_library`.
@@ -30,13 +28,7 @@ class NativeSampler:
         self._argmax, self._sample = library.legato_argmax, library.legato_sample
         self._argmax.argtypes, self._argmax.restype = [_P, _P, _I, _I, _I, _P], None
         self._sample.argtypes, self._sample.restype = [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _P], c_int64
-        library.legato_pool_new.argtypes, library.legato_pool_new.restype = [_I], _P
-        library.legato_pool_free.argtypes, library.legato_pool_free.restype = [_P, _I], None
-        self._lock = Lock()
-        self._pool: int | None = library.legato_pool_new(torch.get_num_threads())
-        if not self._pool:
-            raise MemoryError("no memory for the threads that sample")
-        weakref.finalize(self, _free_pool, library, self._pool, os.getpid())
+        self._pool = thread_pool(library, torch.get_num_threads())
 
     def argmax(self, logits: Tensor) -> NDArray[np.int64]:
         """The likeliest token of each row, the first of those that tie.
@@ -47,8 +39,7 @@ class NativeSampler:
         logits = _rows_of(logits)
         rows, vocab_size = logits.shape
         tokens = np.empty(rows, np.int64)
-        with self._lock:
-            self._argmax(self._pool, logits.data_ptr(), logits.stride(0), rows, vocab_size, tokens.ctypes.data)
+        self._argmax(self._pool, logits.data_ptr(), logits.stride(0), rows, vocab_size, tokens.ctypes.data)
         return tokens
 
     def sample(
@@ -74,12 +65,11 @@ class NativeSampler:
         tokens = np.empty(rows, np.int64)
         logprobs = np.empty(rows, np.float64) if with_logprobs else None
         settings = [np.ascontiguousarray(values) for values in (temperature, top_k, top_p, uniforms)]
-        with self._lock:
-            failed = self._sample(
-                self._pool, logits.data_ptr(), logits.stride(0), rows, vocab_size,
-                *(values.ctypes.data for values in settings), tokens.ctypes.data,
-                None if logprobs is None else logprobs.ctypes.data,
-            )  # fmt: skip
+        failed = self._sample(
+            self._pool, logits.data_ptr(), logits.stride(0), rows, vocab_size,
+            *(values.ctypes.data for values in settings), tokens.ctypes.data,
+            None if logprobs is None else logprobs.ctypes.data,
+        )  # fmt: skip
         if failed:
             raise MemoryError("sampling found no memory for its candidates")
         return tokens, logprobs
@@ -99,10 +89,6 @@ def _load_sampler(wanted: str | None) -> NativeSampler | None:
         return None
     found = load_library((wanted,) if wanted else LEVELS)
     return None if found is None else NativeSampler(found[1])
-
-
-def _free_pool(library: ctypes.CDLL, pool: int, owner: int) -> None:
-    library.legato_pool_free(pool, os.getpid() == owner)  # a forked process has none of its threads
 
 
 def _rows_of(logits: Tensor) -> Tensor:

@@ -56,23 +56,45 @@ static void find_block(const Pages *p, int64_t first, int64_t last, Block *block
     }
 }
 
-/* One head's K and V of a block that is to come. */
-static void fetch(const Pages *p, const Block *block, int64_t head) {
-    int64_t size = p->bf16 ? 2 : 4, offset = head * p->head_dim * size;
-    for (int64_t i = 0; i < block->count; i++)
-        for (int64_t at = 0; at < p->head_dim * size; at += 64) {
-            __builtin_prefetch(p->storage + block->key_at[i] * size + offset + at, 0, 2);
-            __builtin_prefetch(p->storage + block->value_at[i] * size + offset + at, 0, 2);
+/* Goes through the rows of a block that is to come, all heads, a few lines at a time: spread over the work on the present
+   block, memory and arithmetic go on together, while many at once would wait for one another. */
+typedef struct {
+    const char *storage;
+    const int64_t *at;
+    int64_t size, rows, row, row_bytes, byte;
+} Cursor;
+
+static Cursor cursor_over(const Pages *p, const int64_t *at, int64_t count) {
+    int64_t size = p->bf16 ? 2 : 4;
+    return (Cursor){p->storage, at, size, count, 0, p->kv_width * size, 0};
+}
+
+INLINE void fetch(Cursor *c, int64_t lines) {
+    for (; lines > 0 && c->row < c->rows; lines--) {
+        __builtin_prefetch(c->storage + c->at[c->row] * c->size + c->byte, 0, 2);
+        c->byte += 64;
+        if (c->byte >= c->row_bytes) {
+            c->byte = 0;
+            c->row++;
         }
+    }
+}
+
+/* Lines for each of `times`, so that `heads` such rounds fetch all of a block's K, or V. */
+static int64_t lines_each(const Pages *p, int64_t heads, int64_t times) {
+    int64_t lines = KEYS * (p->kv_width * (p->bf16 ? 2 : 4) + 63) / 64;
+    return (lines + heads * times - 1) / (heads * times);
 }
 
 INLINE vf load_stored(const void *base, int64_t at, int bf16) {
     return bf16 ? load_bf16((const uint16_t *)base + at) : load((const float *)base + at);
 }
 
-INLINE void transpose_keys(const void *base, const int64_t *key_at, int64_t head_dim, int bf16, float *out) {
+INLINE void transpose_keys(
+    const void *base, const int64_t *key_at, int64_t head_dim, int bf16, float *out, Cursor *next, int64_t lines) {
     for (int64_t d = 0; d + LANES <= head_dim; d += LANES)
         for (int b = 0; b < BLOCK_VECTORS; b++) {
+            fetch(next, lines);
             vf rows[LANES];
             UNROLL for (int i = 0; i < LANES; i++) rows[i] = load_stored(base, key_at[b * LANES + i] + d, bf16);
             transpose(rows);
@@ -85,10 +107,12 @@ INLINE void transpose_keys(const void *base, const int64_t *key_at, int64_t head
         }
 }
 
-INLINE void score_rows(const float *query, const float *keys, int64_t head_dim, int rows, float *scores) {
+INLINE void score_rows(
+    const float *query, const float *keys, int64_t head_dim, int rows, float *scores, Cursor *next, int64_t lines) {
     vf acc[ROWS][BLOCK_VECTORS] = {0};
     for (int64_t d = 0; d < head_dim; d++) {
         vf k[BLOCK_VECTORS];
+        fetch(next, lines);
         UNROLL for (int b = 0; b < BLOCK_VECTORS; b++) k[b] = load(keys + d * KEYS + b * LANES);
         UNROLL for (int r = 0; r < ROWS; r++) {
             if (r >= rows) break;
@@ -102,18 +126,18 @@ INLINE void score_rows(const float *query, const float *keys, int64_t head_dim, 
     }
 }
 
-static void score(const Tile *t, int64_t rows, int64_t head_dim) {
+static void score(const Tile *t, int64_t rows, int64_t head_dim, Cursor *next, int64_t lines) {
     int64_t r = 0;
-    for (; r + ROWS <= rows; r += ROWS)
-        score_rows(t->query + r * head_dim, t->keys, head_dim, ROWS, t->scores + r * KEYS);
+    for (; r + ROWS <= rows; r += ROWS, lines = 0)
+        score_rows(t->query + r * head_dim, t->keys, head_dim, ROWS, t->scores + r * KEYS, next, lines);
     const float *query = t->query + r * head_dim;
     float *scores = t->scores + r * KEYS;
     switch (rows - r) {
-    case 1: score_rows(query, t->keys, head_dim, 1, scores); break;
-    case 2: score_rows(query, t->keys, head_dim, 2, scores); break;
-    case 3: score_rows(query, t->keys, head_dim, 3, scores); break;
-    case 4: score_rows(query, t->keys, head_dim, 4, scores); break;
-    case 5: score_rows(query, t->keys, head_dim, 5, scores); break;
+    case 1: score_rows(query, t->keys, head_dim, 1, scores, next, lines); break;
+    case 2: score_rows(query, t->keys, head_dim, 2, scores, next, lines); break;
+    case 3: score_rows(query, t->keys, head_dim, 3, scores, next, lines); break;
+    case 4: score_rows(query, t->keys, head_dim, 4, scores, next, lines); break;
+    case 5: score_rows(query, t->keys, head_dim, 5, scores, next, lines); break;
     }
 }
 
@@ -226,9 +250,9 @@ INLINE void gather(
 /* What one head's queries gather from a block. Row = query × group + head of the group. */
 INLINE void attend_to_block(
     const Tile *t, const void *storage, const Block *block, int64_t queries, int64_t group, int64_t last_visible,
-    int64_t window, float softcap, int64_t head_dim, int bf16) {
-    transpose_keys(storage, block->key_at, head_dim, bf16, t->keys);
-    score(t, queries * group, head_dim);
+    int64_t window, float softcap, int64_t head_dim, int bf16, Cursor next[2], const int64_t lines[2]) {
+    transpose_keys(storage, block->key_at, head_dim, bf16, t->keys, &next[0], lines[0]);
+    score(t, queries * group, head_dim, &next[1], lines[1]);
     for (int64_t query = 0; query < queries; query++, last_visible++) {
         int64_t first_visible = window > 0 ? last_visible - window + 1 : 0;
         for (int64_t head = 0; head < group; head++)
@@ -244,21 +268,25 @@ static void attend(
     int64_t heads, int64_t window, float softcap) {
     int64_t last_key = position + queries - 1, size = p->bf16 ? 2 : 4;
     int64_t first_key = window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
+    int64_t groups = p->head_dim / LANES * BLOCK_VECTORS; /* of a transposition; scores go element by element of a head */
+    int64_t lines[2] = {lines_each(p, heads, groups > 0 ? groups : 1), lines_each(p, heads, p->head_dim)};
     Block blocks[2];
     find_block(p, first_key, last_key, &blocks[0]);
     for (int64_t key = first_key, i = 0; key <= last_key; key += KEYS, i ^= 1) {
         Block *block = &blocks[i], *next = &blocks[i ^ 1];
         next->count = 0;
         if (key + KEYS <= last_key) find_block(p, key + KEYS, last_key, next);
+        Cursor cursors[2] = {cursor_over(p, next->key_at, next->count), cursor_over(p, next->value_at, next->count)};
         for (int64_t h = 0; h < heads; h++) {
             const char *storage = p->storage + (first_head + h) * p->head_dim * size;
-            fetch(p, next, first_head + h);
             if (p->bf16)
                 attend_to_block(
-                    &tiles[h], storage, block, queries, group, position - key, window, softcap, p->head_dim, 1);
+                    &tiles[h], storage, block, queries, group, position - key, window, softcap, p->head_dim, 1,
+                    cursors, lines);
             else
                 attend_to_block(
-                    &tiles[h], storage, block, queries, group, position - key, window, softcap, p->head_dim, 0);
+                    &tiles[h], storage, block, queries, group, position - key, window, softcap, p->head_dim, 0,
+                    cursors, lines);
         }
     }
 }
@@ -362,7 +390,7 @@ static void attention_chunk(const void *arguments, int64_t chunk, int64_t thread
     Pages pages = {
         a->cache, a->block_table + item.request * a->table_stride, a->page_size, a->block_rows,
         a->num_kv_heads * a->head_dim, a->head_dim, a->bf16};
-    Tile tiles[MOST_HEADS];
+    Tile tiles[MOST_HEADS] = {0};
     lay_out_tiles(tiles, heads, a->tile_rows, a->head_dim, a->memory + thread * a->thread_floats);
     for (int64_t h = 0; h < heads; h++)
         load_queries(
@@ -373,6 +401,16 @@ static void attention_chunk(const void *arguments, int64_t chunk, int64_t thread
         finish(
             &tiles[h], item.queries, group, a->head_dim, a->sinks ? a->sinks + (first_head + h) * group : NULL,
             a->out + token * a->out_stride + (first_head + h) * group * a->head_dim, a->out_stride);
+}
+
+/* No more than any request has: what decoding needs fits a near cache, and malloc need not ask the system for it. */
+static int64_t tile_queries(const int64_t *cu_seqlens_q, int64_t requests, int64_t group) {
+    int64_t most = group < MOST_ROWS ? MOST_ROWS / group : 1, longest = 1;
+    for (int64_t i = 0; i < requests; i++) {
+        int64_t count = cu_seqlens_q[i + 1] - cu_seqlens_q[i];
+        longest = count > longest ? count : longest;
+    }
+    return most < longest ? most : longest;
 }
 
 /* All, if that leaves every thread something to do. */
@@ -392,7 +430,7 @@ EXPORT int64_t legato_attention(
     int64_t table_stride, const int64_t *cu_seqlens_q, const int64_t *seqused_k, int64_t requests, float scaling,
     int64_t window, float softcap, const float *sinks, float *out, int64_t out_stride) {
     int64_t group = num_heads / num_kv_heads, num_items;
-    int64_t most_queries = group < MOST_ROWS ? MOST_ROWS / group : 1, tile_rows = most_queries * group;
+    int64_t most_queries = tile_queries(cu_seqlens_q, requests, group), tile_rows = most_queries * group;
     Item *items = cut_into_items(cu_seqlens_q, requests, most_queries, &num_items);
     int64_t heads = heads_at_once(pool, num_items, num_kv_heads);
     int64_t thread_floats = heads * tile_floats(tile_rows, head_dim) + shared_floats(tile_rows, head_dim);

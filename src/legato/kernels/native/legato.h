@@ -1,7 +1,7 @@
 /* The C interface of Legato's CPU kernels: pointers and sizes, no headers of torch, so that one build serves every torch.
 
-   Floats are float32 unless a parameter says otherwise. Strides count elements from one row to the next. All functions
-   use the OpenMP threads of the calling thread. Python's side, with what each argument means, is `library.py`. */
+   Floats are float32 unless a parameter says otherwise. Strides count elements from one row to the next. All
+   functions share their work with the threads of the pool they are given. Python's side, with what each argument means, is `library.py`. */
 #ifndef LEGATO_H
 #define LEGATO_H
 

@@ -41,8 +41,8 @@ INLINE void multiply_bfloat16(
     int64_t k = 0;
     for (; k + 2 <= depth; k += 2, panel += 2 * PANEL) {
         if (rows <= 4) {
-            __builtin_prefetch((const char *)panel + FETCH_AHEAD, 0, 2);
-            if (PANEL > COLUMNS / 2) __builtin_prefetch((const char *)panel + FETCH_AHEAD + 64, 0, 2);
+            __builtin_prefetch((const char *)panel + FETCH_AHEAD, 0, 1);
+            if (PANEL > COLUMNS / 2) __builtin_prefetch((const char *)panel + FETCH_AHEAD + 64, 0, 1);
         }
         vu pair0 = load_u32(panel), pair1 = load_u32(panel + 2 * LANES);
         vf low0 = as_float(pair0 << 16), low1 = as_float(pair1 << 16);

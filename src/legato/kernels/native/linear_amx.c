@@ -96,7 +96,12 @@ static void round_tile(const void *arguments, int64_t tile, int64_t thread) {
 }
 
 INLINE void finish_tile(const Product *p, int64_t row, int64_t column, const float tile[TILE_ROWS][16]) {
-    for (int64_t r = 0; r < TILE_ROWS && row + r < p->rows; r++) finish_line(p, row + r, column, 16, tile[r]);
+    int64_t rows = p->rows - row < TILE_ROWS ? p->rows - row : TILE_ROWS;
+    if (p->kind == LEGATO_INT8 || p->bias || column + 16 > p->columns) {
+        for (int64_t r = 0; r < rows; r++) finish_line(p, row + r, column, 16, tile[r]);
+        return;
+    }
+    for (int64_t r = 0; r < rows; r++) store(p->out + (row + r) * p->out_stride + column, load(tile[r]));
 }
 
 INLINE void whole_to_float(float tile[TILE_ROWS][16]) {
@@ -112,21 +117,21 @@ typedef struct {
     int64_t lines_per_step;
 } Fetch;
 
-INLINE void fetch_some(Fetch *fetch) {
-    for (int64_t line = 0; line < fetch->lines_per_step; line++, fetch->next += 64)
-        _mm_prefetch(fetch->next, _MM_HINT_T1);
+INLINE const char *fetch_lines(const char *next, int64_t lines) {
+    for (int64_t line = 0; line < lines; line++) _mm_prefetch(next + line * 64, _MM_HINT_T1);
+    return next + lines * 64;
 }
 
 /* 32 rows × 32 columns: four sums, to which all three pieces are added. */
 static void bfloat16_pair(
-    const Product *p, const char *x, int64_t x_bytes, const char *panel, int64_t row, int64_t column, Fetch *fetch) {
+    const Product *p, const char *x, int64_t x_bytes, const char *panel, int64_t row, int64_t column, Fetch fetch) {
     int64_t steps = padded_depth(LEGATO_BFLOAT16, p->depth) / 32;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES) {
-        fetch_some(fetch);
+        fetch.next = fetch_lines(fetch.next, fetch.lines_per_step);
         _tile_loadd(6, panel, 2 * 64);
         _tile_loadd(7, panel + 64, 2 * 64);
         for (int piece = 0; piece < PIECES; piece++, x += TILE_BYTES) {
@@ -146,55 +151,49 @@ static void bfloat16_pair(
     for (int i = 0; i < 4; i++) finish_tile(p, row + i / 2 * TILE_ROWS, column + i % 2 * 16, tile[i]);
 }
 
-/* 16 rows × 32 columns: six sums, one for each piece, because a sum waits longer for itself than four would hide. */
+/* 16 rows × 32 columns: two sums for each half, so that none waits for itself; x is loaded once for both. */
 static void bfloat16_single(
-    const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch *fetch) {
+    const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch fetch) {
     int64_t steps = padded_depth(LEGATO_BFLOAT16, p->depth) / 32;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
-    _tile_zero(4);
-    _tile_zero(5);
     for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += PIECES * TILE_BYTES) {
-        fetch_some(fetch);
-        _tile_loadd(6, panel, 2 * 64);
-        _tile_loadd(7, x, 64);
-        _tile_dpbf16ps(0, 7, 6);
-        _tile_loadd(7, x + TILE_BYTES, 64);
-        _tile_dpbf16ps(1, 7, 6);
-        _tile_loadd(7, x + 2 * TILE_BYTES, 64);
-        _tile_dpbf16ps(2, 7, 6);
-        _tile_loadd(6, panel + 64, 2 * 64);
-        _tile_dpbf16ps(5, 7, 6);
-        _tile_loadd(7, x + TILE_BYTES, 64);
-        _tile_dpbf16ps(4, 7, 6);
-        _tile_loadd(7, x, 64);
-        _tile_dpbf16ps(3, 7, 6);
+        fetch.next = fetch_lines(fetch.next, fetch.lines_per_step);
+        _tile_loadd(7, panel, 2 * 64);
+        _tile_loadd(4, x, 64);
+        _tile_dpbf16ps(0, 4, 7);
+        _tile_loadd(5, x + TILE_BYTES, 64);
+        _tile_dpbf16ps(1, 5, 7);
+        _tile_loadd(6, x + 2 * TILE_BYTES, 64);
+        _tile_dpbf16ps(0, 6, 7);
+        _tile_loadd(7, panel + 64, 2 * 64);
+        _tile_dpbf16ps(2, 4, 7);
+        _tile_dpbf16ps(3, 5, 7);
+        _tile_dpbf16ps(2, 6, 7);
     }
-    float tile[6][TILE_ROWS][16] __attribute__((aligned(64)));
+    float tile[4][TILE_ROWS][16] __attribute__((aligned(64)));
     _tile_stored(0, tile[0], 64);
     _tile_stored(1, tile[1], 64);
     _tile_stored(2, tile[2], 64);
     _tile_stored(3, tile[3], 64);
-    _tile_stored(4, tile[4], 64);
-    _tile_stored(5, tile[5], 64);
     for (int half = 0; half < 2; half++) {
         for (int r = 0; r < TILE_ROWS; r++)
-            store(tile[0][r], load(tile[3 * half + 2][r]) + load(tile[3 * half + 1][r]) + load(tile[3 * half][r]));
-        finish_tile(p, row, column + 16 * half, tile[0]);
+            store(tile[2 * half][r], load(tile[2 * half + 1][r]) + load(tile[2 * half][r]));
+        finish_tile(p, row, column + 16 * half, tile[2 * half]);
     }
 }
 
 static void int8_pair(
-    const Product *p, const char *x, int64_t x_bytes, const char *panel, int64_t row, int64_t column, Fetch *fetch) {
+    const Product *p, const char *x, int64_t x_bytes, const char *panel, int64_t row, int64_t column, Fetch fetch) {
     int64_t steps = padded_depth(LEGATO_INT8, p->depth) / 64;
     _tile_zero(0);
     _tile_zero(1);
     _tile_zero(2);
     _tile_zero(3);
     for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += TILE_BYTES) {
-        fetch_some(fetch);
+        fetch.next = fetch_lines(fetch.next, fetch.lines_per_step);
         _tile_loadd(6, panel, 2 * 64);
         _tile_loadd(7, panel + 64, 2 * 64);
         _tile_loadd(4, x, 64);
@@ -216,12 +215,12 @@ static void int8_pair(
 }
 
 static void int8_single(
-    const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch *fetch) {
+    const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch fetch) {
     int64_t steps = padded_depth(LEGATO_INT8, p->depth) / 64;
     _tile_zero(0);
     _tile_zero(1);
     for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += TILE_BYTES) {
-        fetch_some(fetch);
+        fetch.next = fetch_lines(fetch.next, fetch.lines_per_step);
         _tile_loadd(6, panel, 2 * 64);
         _tile_loadd(7, panel + 64, 2 * 64);
         _tile_loadd(4, x, 64);
@@ -242,16 +241,17 @@ static void panel_rows(const Product *p, int64_t panel, int64_t first, int64_t l
     int64_t column = panel * PANEL;
     const char *weights = panel_of(p, column), *x = (const char *)p->scratch + first * x_bytes;
     int int8 = p->kind == LEGATO_INT8;
-    for (int64_t tile = first; tile < last; tile += 2, x += 2 * x_bytes) {
+    int64_t pass_bytes = padded_depth(p->kind, p->depth) / (int8 ? 64 : 32) * fetch.lines_per_step * 64;
+    for (int64_t tile = first; tile < last; tile += 2, x += 2 * x_bytes, fetch.next += pass_bytes) {
         int64_t row = tile * TILE_ROWS;
         if (tile + 1 < last && int8)
-            int8_pair(p, x, x_bytes, weights, row, column, &fetch);
+            int8_pair(p, x, x_bytes, weights, row, column, fetch);
         else if (tile + 1 < last)
-            bfloat16_pair(p, x, x_bytes, weights, row, column, &fetch);
+            bfloat16_pair(p, x, x_bytes, weights, row, column, fetch);
         else if (int8)
-            int8_single(p, x, weights, row, column, &fetch);
+            int8_single(p, x, weights, row, column, fetch);
         else
-            bfloat16_single(p, x, weights, row, column, &fetch);
+            bfloat16_single(p, x, weights, row, column, fetch);
     }
 }
 

@@ -23,12 +23,10 @@ struct Pool {
     _Atomic int64_t chunks, done;
     _Atomic(Task) task;
     _Atomic(const void *) arguments;
-    _Atomic int sleeping, stopping;
+    _Atomic int sleeping, busy;
     pthread_mutex_t mutex;
     pthread_cond_t wake;
     int64_t threads;
-    pthread_t *workers;
-    int64_t num_workers;
 };
 
 typedef struct {
@@ -67,12 +65,12 @@ static int has_new_job(Pool *pool, uint32_t job) {
 
 static void wait_for_job(Pool *pool, uint32_t job) {
     for (int i = 0; i < AWAKE_SPINS; i++) {
-        if (has_new_job(pool, job) || atomic_load(&pool->stopping)) return;
+        if (has_new_job(pool, job)) return;
         pause_briefly();
     }
     pthread_mutex_lock(&pool->mutex);
     atomic_fetch_add(&pool->sleeping, 1);
-    while (!has_new_job(pool, job) && !atomic_load(&pool->stopping)) pthread_cond_wait(&pool->wake, &pool->mutex);
+    while (!has_new_job(pool, job)) pthread_cond_wait(&pool->wake, &pool->mutex);
     atomic_fetch_sub(&pool->sleeping, 1);
     pthread_mutex_unlock(&pool->mutex);
 }
@@ -80,12 +78,10 @@ static void wait_for_job(Pool *pool, uint32_t job) {
 static void *worker_main(void *argument) {
     Worker worker = *(Worker *)argument;
     free(argument);
-    uint32_t job = 0;
-    while (!atomic_load(&worker.pool->stopping)) {
+    for (uint32_t job = 0;;) {
         wait_for_job(worker.pool, job);
         job = work(worker.pool, worker.thread);
     }
-    return NULL;
 }
 
 static void wake_all(Pool *pool) {
@@ -97,7 +93,7 @@ static void wake_all(Pool *pool) {
 int64_t num_threads(const Pool *pool) { return pool->threads; }
 
 void run_chunks(Pool *pool, int64_t chunks, Task task, const void *arguments) {
-    if (chunks <= 1 || pool->threads == 1) {
+    if (chunks <= 1 || pool->threads == 1 || atomic_exchange(&pool->busy, 1)) {
         for (int64_t chunk = 0; chunk < chunks; chunk++) task(arguments, chunk, 0);
         return;
     }
@@ -116,38 +112,26 @@ void run_chunks(Pool *pool, int64_t chunks, Task task, const void *arguments) {
         else
             sched_yield(); /* whoever has the last chunk may wait for this very processor */
     }
+    atomic_store(&pool->busy, 0);
 }
 
-/* NULL if there is no memory. Threads that cannot be had are done without. */
+/* NULL if there is no memory. Threads that cannot be had are done without. It lasts as long as the process. */
 EXPORT Pool *legato_pool_new(int64_t threads) {
     Pool *pool = calloc(1, sizeof(Pool));
     if (!pool) return NULL;
     pool->threads = threads;
-    pool->workers = calloc((size_t)threads, sizeof(pthread_t));
     pthread_mutex_init(&pool->mutex, NULL);
     pthread_cond_init(&pool->wake, NULL);
-    for (int64_t i = 1; pool->workers && i < threads; i++) {
+    for (int64_t i = 1; i < threads; i++) {
         Worker *worker = malloc(sizeof(Worker));
+        pthread_t thread;
         if (!worker) break;
         *worker = (Worker){pool, i};
-        if (pthread_create(&pool->workers[pool->num_workers], NULL, worker_main, worker)) {
+        if (pthread_create(&thread, NULL, worker_main, worker)) {
             free(worker);
             break;
         }
-        pool->num_workers++;
+        pthread_detach(thread);
     }
     return pool;
-}
-
-/* Not while something runs. In a process forked from the one that made the pool its threads are not there. */
-EXPORT void legato_pool_free(Pool *pool, int64_t with_threads) {
-    atomic_store(&pool->stopping, 1);
-    if (with_threads) {
-        wake_all(pool);
-        for (int64_t i = 0; i < pool->num_workers; i++) pthread_join(pool->workers[i], NULL);
-        pthread_cond_destroy(&pool->wake);
-        pthread_mutex_destroy(&pool->mutex);
-    }
-    free(pool->workers);
-    free(pool);
 }

@@ -13,7 +13,8 @@ typedef void (*Task)(const void *arguments, int64_t chunk, int64_t thread);
 /* Threads that may run at the same time, the calling one included. */
 int64_t num_threads(const Pool *pool);
 
-/* All chunks from 0 to chunks - 1, in any order; returns when they are done. One caller at a time. */
+/* All chunks from 0 to chunks - 1, in any order; returns when they are done. Any thread may call; while the pool works for
+   one, another does its chunks alone. */
 void run_chunks(Pool *pool, int64_t chunks, Task task, const void *arguments);
 
 /* How many of `count` things a chunk should hold, so that each thread gets a few, and none fewer than `least`. */
