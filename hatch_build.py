@@ -6,6 +6,7 @@ By hand, after a change of the sources: `python hatch_build.py`.
 
 import os
 import platform
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -25,12 +26,13 @@ AVX512 = ["-march=skylake-avx512", "-mprefer-vector-width=512"]
 LEVELS = {
     "x86_64": {
         "portable": [],
-        "avx2": ["-mavx2", "-mfma", "-mf16c", "-mtune=haswell"],
+        "avx2": ["-mavx2", "-mfma", "-mtune=haswell"],
         "avx512": AVX512,
         "amx": [*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     },
     "aarch64": {"portable": []},
 }
+sources_digest = runpy.run_path(str(ROOT / "src/legato/kernels/sources.py"))["sources_digest"]
 LEVELS["AMD64"], LEVELS["arm64"] = LEVELS["x86_64"], LEVELS["aarch64"]
 
 
@@ -54,6 +56,7 @@ def compile_kernels(compiler: list[str], machine: str, target: Path = LIBRARIES)
         if error is None:
             built.append(libraries[level])
         elif isinstance(error, subprocess.CalledProcessError | OSError):
+            libraries[level].unlink(missing_ok=True)  # one of older sources
             errors.append(f"{level}: {getattr(error, 'stderr', None) or error}")
         else:
             raise error
@@ -67,7 +70,8 @@ def _compile(compiler: list[str], level: str, flags: list[str], library: Path) -
         objects = []
         for source in sorted(SOURCES.glob("*.c")):
             # The check whether the processor will do must itself run on any.
-            own = [f"-DLEGATO_{level.upper()}"] if source.stem == "supported" else flags
+            about = [f"-DLEGATO_{level.upper()}", f'-DLEGATO_SOURCES="{sources_digest()}"']
+            own = about if source.stem == "supported" else flags
             objects.append(str(Path(folder, source.with_suffix(".o").name)))
             _run([*compiler, *COMMON, *own, "-c", str(source), "-o", objects[-1]])
         partial = str(Path(folder, library.name))

@@ -3,6 +3,7 @@
 With pages of 4 KiB a pass over weights or cache spends a third of its time on finding where the next page lies.
 """
 
+import contextlib
 import mmap
 
 import torch
@@ -12,7 +13,7 @@ _SLAB_BYTES = 64 << 20
 _ALIGNMENT = 64  # bytes; a line of every cache
 
 
-def empty_in_large_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
+def zeros_in_large_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
     """A flat tensor of zeros on the CPU. Memory is taken as it is touched, two MiB at a time where that is possible."""
     if num_elements == 0:
         return torch.empty(0, dtype=dtype)
@@ -20,12 +21,13 @@ def empty_in_large_pages(num_elements: int, dtype: torch.dtype) -> Tensor:
     if not hasattr(mmap, "MADV_HUGEPAGE"):  # not Linux
         return torch.frombuffer(mmap.mmap(-1, num_bytes), dtype=dtype)
     memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared memory gets none
-    memory.madvise(mmap.MADV_HUGEPAGE)
+    with contextlib.suppress(OSError):  # a system built without
+        memory.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(memory, dtype=dtype)
 
 
 class LargePageArena:
-    """Puts tensors side by side in large pages; each keeps the pages it lies in."""
+    """Puts tensors side by side in slabs of large pages, 64 MiB each; a slab lives while one of its tensors does."""
 
     def __init__(self) -> None:
         self._slab = torch.empty(0, dtype=torch.uint8)
@@ -35,7 +37,7 @@ class LargePageArena:
         """A copy of `tensor`, contiguous, aligned to 64 bytes."""
         size = tensor.numel() * tensor.element_size()
         if self._used + size > self._slab.numel():
-            self._slab = empty_in_large_pages(max(size, _SLAB_BYTES), torch.uint8)
+            self._slab = zeros_in_large_pages(max(size, _SLAB_BYTES), torch.uint8)
             self._used = 0
         place = self._slab[self._used : self._used + size]
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup, ChunkLayout
 from legato.cache.swap import UnitCopies
-from legato.memory import empty_in_large_pages
+from legato.memory import zeros_in_large_pages
 
 MAX_TRANSFER_BYTES = 64 << 20  # gathered beside the cache: no more than a step takes anyway
 
@@ -58,11 +58,12 @@ class KVCache:
         layout = ChunkLayout.of(groups, page_size)
         chunk_size = layout.chunk_size
         with torch.inference_mode(False):  # the engine's thread could not write into an inference tensor
+            # Padding reads must find numbers, so the first chunks must not be as malloc left them.
             if device.type == "cpu":
-                storage = empty_in_large_pages(num_chunks * chunk_size, dtype)
+                storage = zeros_in_large_pages(num_chunks * chunk_size, dtype)
             else:
                 storage = torch.empty(num_chunks * chunk_size, dtype=dtype, device=device)
-                storage[: RESERVED_CHUNKS * chunk_size].zero_()  # padding reads must find numbers
+                storage[: RESERVED_CHUNKS * chunk_size].zero_()
         self.dtype, self.device = dtype, device
         self.units = storage.view(-1, layout.unit_size)
         self.page_size = page_size

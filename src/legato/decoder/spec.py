@@ -19,9 +19,14 @@ class Source:
     name: str
 
     def get(self) -> Tensor:
-        """The parameter that is there now."""
-        parameter = self.module._parameters[self.name]
-        assert parameter is not None
+        """The parameter that is there now.
+
+        Raises:
+            NotFusable: there is none.
+        """
+        parameter = self.module._parameters.get(self.name)
+        if parameter is None:
+            raise NotFusable(f"{type(self.module).__name__} has lost its parameter {self.name}")
         return parameter
 
 

@@ -86,9 +86,11 @@ class _Watched:
         """The parameter that is there now.
 
         Raises:
-            NotFusable: it is of another shape.
+            NotFusable: it is of another shape or kind, or elsewhere.
         """
         parameter = self.source.get()
+        if parameter.device.type != "cpu" or not parameter.is_floating_point():
+            raise NotFusable(f"a parameter is now {parameter.dtype} on {parameter.device}")
         if parameter.shape != self.shape:
             raise NotFusable(f"a parameter changed its shape from {tuple(self.shape)} to {tuple(parameter.shape)}")
         return replace(self, parameter=parameter)
@@ -154,7 +156,9 @@ class Weights:
 
     def _state(self) -> tuple[list[int], list[int], list[int]]:
         """Of each parameter its identity, its place in memory and its version; a step has no time for more."""
-        parameters: list[Any] = [table[name] for table, name in self._lookups]
+        parameters: list[Any] = [table.get(name) for table, name in self._lookups]
+        if any(parameter is None for parameter in parameters):
+            raise NotFusable("it has lost a parameter")
         try:
             versions = list(map(_VERSION, parameters))
         except RuntimeError:  # inference tensors count none

@@ -48,6 +48,7 @@ class ModelShape:
         groups: the attention groups.
         vocab_size, hidden_size, num_heads: of the model.
         intermediate_size: of all MLPs that one token goes through in a layer: several with a mixture of experts.
+        experts_per_token: experts that see a token; 0 without a mixture of experts.
         max_length: tokens a sequence may have, prompt and answer together.
         element_size: bytes of an activation.
         cache_element_size: bytes of an element of K or V in the cache.
@@ -71,6 +72,7 @@ class ModelShape:
     library_bytes: int = 42 << 20
     sampling_bytes: int = _SAMPLING_BYTES
     fused: bool = False
+    experts_per_token: int = 0
 
     def step_bytes(self, batch_tokens: int, requests: int, cached_tokens: int | None = None) -> int:
         """Memory of one forward pass at its peak.
@@ -122,7 +124,7 @@ class ModelShape:
         """The decoder's buffers, what a product cuts its input into, and the last layer's rows that are sampled."""
         heads, kv_heads = self._attention_widths()
         wide, narrow = max(heads + 2 * kv_heads, 2 * self.intermediate_size), max(heads, self.intermediate_size)
-        experts = self.intermediate_size  # a token once for each expert that sees it; less than their widths together
+        experts = self.experts_per_token * self.hidden_size  # a token once for each expert that sees it
         floats = 3 * self.hidden_size + wide + narrow + experts
         cut = max(self.hidden_size, heads, self.intermediate_size) * _CUT_BYTES
         return batch_tokens * (floats * 4 + cut) + requests * (self.hidden_size + heads) * 4
@@ -390,6 +392,7 @@ def model_shape(
         library_bytes=library_bytes,
         sampling_bytes=sampling_bytes,
         fused=fused,
+        experts_per_token=int(getattr(config, "num_experts_per_tok", None) or 0),
     )
 
 

@@ -5,7 +5,7 @@ import logging
 import os
 from ctypes import c_float, c_int64, c_void_p
 from dataclasses import replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from legato.cache.kv import LayerCache
 from legato.kernels.interface import Activation, AttentionSpec, HeadLayout, HeadNorm, PassTables, Rotary
 from legato.kernels.packing import KINDS, PackedMatrix, Quantization, pack, pack_int8
+from legato.kernels.sources import sources_digest
 from legato.kernels.tuning import MeasuredWays
 from legato.memory import LargePageArena
 
@@ -30,7 +31,7 @@ _SIGNATURES: dict[str, list[type]] = {
     "legato_linear": [_P, _I, _I, _P, _I, _I, _I, _P, _P, _P, _I, _P, _I, _P],
     "legato_rms_norm": [_P, _P, _I, _P, _F, _I, _I, _P, _I],
     "legato_add_norm": [_P, _P, _I, _P, _I, _F, _P, _P, _F, _I, _I, _P, _I],
-    "legato_rotate_and_store": [_P, _P, _I, _I, _I, _I, _P, _P, _I, _F, _P, _P, _P, _I, _P, _P, _P, _I],
+    "legato_rotate_and_store": [_P, _P, _I, _I, _I, _I, _I, _P, _P, _I, _F, _P, _P, _P, _I, _P, _P, _P, _I],
     "legato_attention": [_P, _P, _I, _I, _I, _I, _P, _I, _I, _I, _P, _I, _P, _P, _I, _F, _I, _F, _P, _P, _I],
     "legato_gated": [_P, _P, _I, _I, _I, _I, _P, _I],
 }  # fmt: skip
@@ -47,6 +48,12 @@ def load_library(levels: tuple[str, ...] = LEVELS) -> tuple[str, ctypes.CDLL] | 
         except OSError as error:
             logger.warning("the CPU kernels in %s cannot be loaded: %s", path.name, error)
             continue
+        if library.legato_sources() != sources_digest().encode():
+            logger.warning(
+                "%s was compiled from other sources than those that are there and is not used; "
+                "install Legato again, or run `python hatch_build.py` in its repository", path.name
+            )  # fmt: skip
+            continue
         if library.legato_supported():
             return level, library
     return None
@@ -54,12 +61,14 @@ def load_library(levels: tuple[str, ...] = LEVELS) -> tuple[str, ctypes.CDLL] | 
 
 @lru_cache
 def _open(path: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(path))
+    library = ctypes.CDLL(str(path))
+    library.legato_sources.restype = ctypes.c_char_p
+    return library
 
 
 @lru_cache
 def thread_pool(library: ctypes.CDLL, num_threads: int) -> int:
-    """The pool that all of the process shares, for a library's functions to work with.
+    """The pool of so many threads that all of the process shares, for a library's functions to work with.
 
     Raises:
         MemoryError: there is none for it.
@@ -99,7 +108,8 @@ class NativeKernels:
         library.legato_linear_has_tiles.restype = c_int64
         self._has_tiles = library.legato_linear_has_tiles
         self._scratch_bytes = library.legato_linear_scratch
-        self._pool = thread_pool(library, torch.get_num_threads())
+        self._num_threads = torch.get_num_threads()
+        self._pool = thread_pool(library, self._num_threads)
         self._linear = library.legato_linear
         self._rms_norm = library.legato_rms_norm
         self._add_norm = library.legato_add_norm
@@ -113,7 +123,7 @@ class NativeKernels:
         candidates = self.ways(packed.kind)
         if len(candidates) == 1:
             return packed
-        shape = f"{KINDS[packed.kind]} {packed.depth}x{packed.columns}, {torch.get_num_threads()} threads"
+        shape = f"{KINDS[packed.kind]} {packed.depth}x{packed.columns}, {self._num_threads} threads"
         ways = self._measured.ways(shape, candidates, _Trial(self, packed).run)
         return replace(packed, ways=tuple(ways))
 
@@ -175,8 +185,8 @@ class NativeKernels:
             cosines, sines, half = rotary.cos.data_ptr(), rotary.sin.data_ptr(), rotary.cos.shape[1]
         rows = tables.write_rows
         self._rotate_and_store(
-            self._pool, qkv.data_ptr(), qkv.shape[0], layout.num_heads, layout.num_kv_heads, layout.head_dim,
-            query_weight, key_weight, over_all, eps, tables.position_ids.data_ptr(), cosines, sines, half,
+            self._pool, qkv.data_ptr(), qkv.stride(0), qkv.shape[0], layout.num_heads, layout.num_kv_heads,
+            layout.head_dim, query_weight, key_weight, over_all, eps, tables.position_ids.data_ptr(), cosines, sines, half,
             rows.data_ptr(), rows.data_ptr() + 8 * rows.shape[1], cache.storage.data_ptr(),
             cache.storage.dtype == torch.bfloat16,
         )  # fmt: skip
@@ -219,10 +229,13 @@ class _Trial:
     """Multiplies by copies of a matrix in turn, so many that each is met as in a forward pass: not in a near cache."""
 
     def __init__(self, kernels: NativeKernels, packed: PackedMatrix) -> None:
-        self._kernels = kernels
-        count = min(_MOST_COPIES, -(-_FAR_BYTES // packed.num_bytes))
+        self._kernels, self._packed = kernels, packed
+
+    @cached_property
+    def _copies(self) -> list[PackedMatrix]:
+        count = min(_MOST_COPIES, -(-_FAR_BYTES // self._packed.num_bytes))
         arena = LargePageArena()
-        self._copies = [replace(packed, panels=arena.store(packed.panels)) for _ in range(count)]
+        return [replace(self._packed, panels=arena.store(self._packed.panels)) for _ in range(count)]
 
     def run(self, way: int, rows: int) -> None:
         for packed in self._copies:

@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from legato.kernels.choose import VARIABLE
-from legato.kernels.library import LEVELS, load_library, thread_pool
-from legato.kernels.reference import TorchKernels
+from legato.kernels.choose import VARIABLE, find_library
+from legato.kernels.library import thread_pool
 
 _P, _I = c_void_p, c_int64
 
@@ -64,7 +63,12 @@ class NativeSampler:
         rows, vocab_size = logits.shape
         tokens = np.empty(rows, np.int64)
         logprobs = np.empty(rows, np.float64) if with_logprobs else None
-        settings = [np.ascontiguousarray(values) for values in (temperature, top_k, top_p, uniforms)]
+        settings = [
+            np.ascontiguousarray(values, dtype)
+            for values, dtype in (
+                (temperature, np.float32), (top_k, np.int64), (top_p, np.float32), (uniforms, np.float64)
+            )
+        ]  # fmt: skip
         failed = self._sample(
             self._pool, logits.data_ptr(), logits.stride(0), rows, vocab_size,
             *(values.ctypes.data for values in settings), tokens.ctypes.data,
@@ -76,18 +80,16 @@ class NativeSampler:
 
 
 def native_sampler() -> NativeSampler | None:
-    """The one for the processor at hand; None where the package has no library for it.
+    """The one for the processor at hand; None where the package has no library for it, or torch's kernels are wanted.
 
     As `load_kernels` does it takes what the environment variable `LEGATO_KERNELS` names.
     """
-    return _load_sampler(os.environ.get(VARIABLE))
+    return _load_sampler(os.environ.get(VARIABLE), os.getpid())
 
 
 @lru_cache
-def _load_sampler(wanted: str | None) -> NativeSampler | None:
-    if wanted == TorchKernels.name:
-        return None
-    found = load_library((wanted,) if wanted else LEVELS)
+def _load_sampler(wanted: str | None, process: int) -> NativeSampler | None:
+    found = find_library()
     return None if found is None else NativeSampler(found[1])
 
 

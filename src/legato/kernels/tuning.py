@@ -42,7 +42,7 @@ class MeasuredWays:
             run: multiplies once, given a way and a number of rows.
         """
         known = self.table.get(shape)
-        if known is None:
+        if known is None or not set(known) <= set(candidates):
             known = self.table[shape] = [_fastest(rows, candidates, run) for rows in ROW_COUNTS]
             self._save()
         return known

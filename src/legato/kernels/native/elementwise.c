@@ -146,7 +146,7 @@ INLINE void write_row(void *cache, int64_t row, const float *values, int64_t wid
 
 typedef struct {
     float *qkv;
-    int64_t tokens, num_heads, num_kv_heads, head_dim;
+    int64_t qkv_stride, tokens, num_heads, num_kv_heads, head_dim;
     const float *query_weight, *key_weight;
     int64_t norm_width;
     float eps;
@@ -161,7 +161,7 @@ typedef struct {
 
 INLINE void rotate_and_store_token(const Rotation *r, int64_t token) {
     int64_t kv_width = r->num_kv_heads * r->head_dim;
-    float *query = r->qkv + token * (r->num_heads * r->head_dim + 2 * kv_width);
+    float *query = r->qkv + token * r->qkv_stride;
     float *key = query + r->num_heads * r->head_dim, *value = key + kv_width;
     const float *cosine = r->cosines ? r->cosines + r->position_ids[token] * r->half : NULL;
     const float *sine = r->cosines ? r->sines + r->position_ids[token] * r->half : NULL;
@@ -180,12 +180,12 @@ static void rotation_chunk(const void *arguments, int64_t chunk, int64_t thread)
 
 /* Norm weights and cosines may be NULL. */
 EXPORT void legato_rotate_and_store(
-    Pool *pool, float *qkv, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
+    Pool *pool, float *qkv, int64_t qkv_stride, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
     const float *query_weight, const float *key_weight, int64_t norm_over_all_heads, float eps,
     const int64_t *position_ids, const float *cosines, const float *sines, int64_t half, const int64_t *key_rows,
     const int64_t *value_rows, void *cache, int64_t bf16) {
     int64_t chunk = chunk_rows(pool, tokens, (num_heads + 2 * num_kv_heads) * head_dim);
-    Rotation all = {qkv, tokens, num_heads, num_kv_heads, head_dim, query_weight, key_weight,
+    Rotation all = {qkv, qkv_stride, tokens, num_heads, num_kv_heads, head_dim, query_weight, key_weight,
                     norm_over_all_heads ? 0 : head_dim, eps, position_ids, cosines, sines, half, key_rows, value_rows,
                     cache, (int)bf16, chunk};
     run_chunks(pool, (tokens + chunk - 1) / chunk, rotation_chunk, &all);

@@ -19,8 +19,7 @@
 #define FETCH_AHEAD 8192 /* bytes; the next panel lies behind this one */
 #define CHUNK_ELEMENTS 262144 /* of x that a panel meets before the next: they stay in the second-level cache */
 
-/* acc += x[rows][depth] × panel, for COLUMNS columns. With few rows two sums run side by side: a multiply-add waits four
-   cycles for the one before it. */
+/* acc += x[rows][depth] × panel, for COLUMNS columns. */
 INLINE void multiply_float32(
     const float *x, int64_t x_stride, const float *panel, int64_t depth, int rows, vf acc[ROWS][2]) {
     for (int64_t k = 0; k < depth; k++, panel += PANEL) {
@@ -34,6 +33,7 @@ INLINE void multiply_float32(
     }
 }
 
+/* With few rows two sums run side by side: a multiply-add waits four cycles for the one before it. */
 INLINE void multiply_bfloat16(
     const float *x, int64_t x_stride, const uint16_t *panel, int64_t depth, int rows, vf acc[ROWS][2]) {
     vf odd[ROWS][2] = {0};
@@ -42,7 +42,7 @@ INLINE void multiply_bfloat16(
     for (; k + 2 <= depth; k += 2, panel += 2 * PANEL) {
         if (rows <= 4) {
             __builtin_prefetch((const char *)panel + FETCH_AHEAD, 0, 1);
-            if (PANEL > COLUMNS / 2) __builtin_prefetch((const char *)panel + FETCH_AHEAD + 64, 0, 1);
+            __builtin_prefetch((const char *)panel + FETCH_AHEAD + 64, 0, 1);
         }
         vu pair0 = load_u32(panel), pair1 = load_u32(panel + 2 * LANES);
         vf low0 = as_float(pair0 << 16), low1 = as_float(pair1 << 16);

@@ -50,7 +50,8 @@ static uint32_t work(Pool *pool, int64_t thread) {
         uint32_t chunk = (uint32_t)ticket;
         Task task = atomic_load(&pool->task);
         const void *arguments = atomic_load(&pool->arguments);
-        if ((uint32_t)(ticket >> 32) != job || chunk == CLOSED || chunk >= atomic_load(&pool->chunks)) return job;
+        if (chunk == CLOSED) return job - 1; /* so that the job is met again once it is open */
+        if ((uint32_t)(ticket >> 32) != job || chunk >= atomic_load(&pool->chunks)) return job;
         if (!atomic_compare_exchange_weak(&pool->ticket, &ticket, ticket + 1)) continue; /* ticket is what is there now */
         task(arguments, chunk, thread);
         atomic_fetch_add(&pool->done, 1);
@@ -93,17 +94,18 @@ static void wake_all(Pool *pool) {
 int64_t num_threads(const Pool *pool) { return pool->threads; }
 
 void run_chunks(Pool *pool, int64_t chunks, Task task, const void *arguments) {
-    if (chunks <= 1 || pool->threads == 1 || atomic_exchange(&pool->busy, 1)) {
-        for (int64_t chunk = 0; chunk < chunks; chunk++) task(arguments, chunk, 0);
-        return;
-    }
+    int64_t first = 0;
+    int alone = chunks <= 1 || pool->threads == 1;
+    while (first < chunks && (alone || atomic_exchange(&pool->busy, 1))) task(arguments, first++, 0);
+    if (alone) return;
+    if (first == chunks) return; /* never got the pool */
     uint64_t job = ((atomic_load(&pool->ticket) >> 32) + 1) & 0xffffffffu;
     atomic_store(&pool->ticket, job << 32 | CLOSED);
     atomic_store(&pool->task, task);
     atomic_store(&pool->arguments, arguments);
     atomic_store(&pool->chunks, chunks);
-    atomic_store(&pool->done, 0);
-    atomic_store(&pool->ticket, job << 32);
+    atomic_store(&pool->done, first);
+    atomic_store(&pool->ticket, job << 32 | (uint64_t)first);
     if (atomic_load(&pool->sleeping)) wake_all(pool);
     work(pool, 0);
     for (int spins = 0; atomic_load(&pool->done) < chunks; spins++) {

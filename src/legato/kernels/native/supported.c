@@ -32,3 +32,6 @@ __attribute__((visibility("default"))) int legato_supported(void) {
     return 1;
 #endif
 }
+
+/* What the library was compiled from: `sources.py` says how that is told. */
+__attribute__((visibility("default"))) const char *legato_sources(void) { return LEGATO_SOURCES; }
