@@ -39,16 +39,17 @@ def fused_logits(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     only_sampled: bool = False,
+    num_chunks: int = NUM_CHUNKS,
 ) -> list[Tensor]:
     """For each prompt the logits of its tokens; with `only_sampled` those of its last token.
 
     Every pass takes a random chunk of each of some requests.
     """
     rng = random.Random(seed)
-    cache = KVCache(fused.groups, PAGE, NUM_CHUNKS, dtype, torch.device("cpu"))
+    cache = KVCache(fused.groups, PAGE, num_chunks, dtype, torch.device("cpu"))
     cache.units[2:].fill_(torch.nan)
     decoder = fused.decoder(cache, max(map(len, prompts)))
-    blocks, builder = BlockManager(fused.groups, PAGE, NUM_CHUNKS), BatchBuilder(PAGE, len(fused.groups))
+    blocks, builder = BlockManager(fused.groups, PAGE, num_chunks), BatchBuilder(PAGE, len(fused.groups))
     requests = [
         Request(str(i), ids, SamplingParams(), 1, frozenset(), 0, False, 0.0, list(ids))
         for i, ids in enumerate(prompts)

@@ -89,7 +89,7 @@ def assemble(
     path = _choose_path(inner, groups, config)
     dtype = inner.dtype if path.fused is None else torch.float32
     cache_dtype = _cache_dtype(config, path, inner.dtype)
-    shape = model_shape(inner, groups, longest_sequence(inner), dtype, cache_dtype, backend, path.fused is not None)
+    shape = model_shape(inner, groups, longest_sequence(inner), dtype, cache_dtype, backend)
     size = resolve_size(config, shape, hints, usable_bytes(config, inner.device, samples))
     cache = KVCache(groups, size.page_size, size.num_chunks, cache_dtype, inner.device)
     unit_bytes = ChunkLayout.of(groups, size.page_size).unit_size * cache_dtype.itemsize

@@ -22,7 +22,6 @@ from legato.config import (
 from legato.engine.policy import SCHEDULING_POLICIES
 from legato.engine.runner import takes_logits_to_keep
 from legato.errors import OutOfCacheMemoryError
-from legato.kernels.sampling import native_sampler
 
 logger = logging.getLogger(__name__)
 
@@ -30,10 +29,7 @@ _SHARED_MEMORY_FACTOR = 0.5  # of the share, where the processor lives off the s
 
 # Measured with torch 2.13 and glibc 2.36; tests/engine/test_memory_budget.py holds them to it.
 _SAMPLING_BYTES = 40  # of a logit, where top-p peaks: float32 before and after sorting, int64 order, 3 in float64
-_NATIVE_SAMPLING_BYTES = 16  # of a token of the vocabulary and thread, however many rows there are
 _SCORE_BYTES = 10  # of a score: as computed, and two of softmax's in float32
-_PLACE_BYTES = 64  # of a token and attention group: its position, its slot, its rows of K and V, and copies of those
-_CUT_BYTES = 6  # of a float: three bfloat16 pieces
 # Tiles differ in size, each a little from the one before, so that a freed one is rarely used again: glibc's malloc has
 # up to 4 in vain for each in use, of those whose tensors are under 32 MiB; larger ones go back to the system.
 _TILES_KEPT = 4
@@ -48,15 +44,12 @@ class ModelShape:
         groups: the attention groups.
         vocab_size, hidden_size, num_heads: of the model.
         intermediate_size: of all MLPs that one token goes through in a layer: several with a mixture of experts.
-        experts_per_token: experts that see a token; 0 without a mixture of experts.
         max_length: tokens a sequence may have, prompt and answer together.
         element_size: bytes of an activation.
         cache_element_size: bytes of an element of K or V in the cache.
         holds_scores: whether attention writes its scores to memory, and K and V once for each query head.
         all_logits: whether the model computes logits for every token, not only for those that are sampled.
         library_bytes: what libraries take once, however small the step.
-        sampling_bytes: of a logit, what sampling takes beside it.
-        fused: whether Legato's own decoder computes it: it gathers no K and V and needs no masks.
     """
 
     groups: tuple[AttentionGroup, ...]
@@ -70,9 +63,6 @@ class ModelShape:
     holds_scores: bool = False
     all_logits: bool = False
     library_bytes: int = 42 << 20
-    sampling_bytes: int = _SAMPLING_BYTES
-    fused: bool = False
-    experts_per_token: int = 0
 
     def step_bytes(self, batch_tokens: int, requests: int, cached_tokens: int | None = None) -> int:
         """Memory of one forward pass at its peak.
@@ -90,13 +80,6 @@ class ModelShape:
 
     def step_parts(self, batch_tokens: int, requests: int, cached_tokens: int) -> dict[str, int]:
         """The parts of `step_bytes`, by name."""
-        if self.fused:
-            return {
-                "libraries": self.library_bytes,
-                "plan": batch_tokens * len(self.groups) * _PLACE_BYTES,
-                "layer": self._fused_layer_bytes(batch_tokens, requests),
-                "logits": self._logits_bytes(batch_tokens, requests),
-            }
         keys = min(self.max_length, cached_tokens)
         seen = [keys if group.window is None else min(keys, group.window + QUERY_TILE) for group in self.groups]
         return {
@@ -120,15 +103,6 @@ class ModelShape:
         rotation = 2 * len(self.groups) * max(group.head_dim for group in self.groups)
         return batch_tokens * self.element_size * (max(mlp, attention) + rotation)
 
-    def _fused_layer_bytes(self, batch_tokens: int, requests: int) -> int:
-        """The decoder's buffers, what a product cuts its input into, and the last layer's rows that are sampled."""
-        heads, kv_heads = self._attention_widths()
-        wide, narrow = max(heads + 2 * kv_heads, 2 * self.intermediate_size), max(heads, self.intermediate_size)
-        experts = self.experts_per_token * self.hidden_size  # a token once for each expert that sees it
-        floats = 3 * self.hidden_size + wide + narrow + experts
-        cut = max(self.hidden_size, heads, self.intermediate_size) * _CUT_BYTES
-        return batch_tokens * (floats * 4 + cut) + requests * (self.hidden_size + heads) * 4
-
     def _tile_bytes(self, batch_tokens: int, all_keys: int, keys: int) -> int:
         """One call of the attention backend: K and V gathered, scores where they are held; and what tiles waste."""
         heads, kv_heads = self._attention_widths()
@@ -141,7 +115,7 @@ class ModelShape:
 
     def _logits_bytes(self, batch_tokens: int, requests: int) -> int:
         """Logits in the model's type and in float32, and what sampling by top-p makes of them: any request may ask."""
-        copies = self.element_size + (4 if self.element_size < 4 else 0) + self.sampling_bytes
+        copies = self.element_size + (4 if self.element_size < 4 else 0) + _SAMPLING_BYTES
         all_rows = batch_tokens * self.vocab_size * self.element_size if self.all_logits else 0
         return requests * self.vocab_size * copies + all_rows
 
@@ -358,7 +332,6 @@ def model_shape(
     dtype: torch.dtype,
     cache_dtype: torch.dtype,
     backend: str = "eager",
-    fused: bool = False,
 ) -> ModelShape:
     """Read a model's shape off its config and weights.
 
@@ -369,15 +342,10 @@ def model_shape(
         dtype: of its activations.
         cache_dtype: of K and V in the cache.
         backend: its attention implementation; the one that takes the most memory unless told.
-        fused: whether the fused decoder computes it instead.
     """
     config = model.config.get_text_config()
     hidden_size = int(config.hidden_size)
     vocab_size = int(model.get_input_embeddings().weight.shape[0])
-    library_bytes, sampling_bytes = _library_bytes(model.device, dtype), _SAMPLING_BYTES
-    if model.device.type == "cpu" and native_sampler() is not None:
-        library_bytes += torch.get_num_threads() * vocab_size * _NATIVE_SAMPLING_BYTES
-        sampling_bytes = 0
     return ModelShape(
         groups=tuple(groups),
         vocab_size=vocab_size,
@@ -388,11 +356,8 @@ def model_shape(
         element_size=dtype.itemsize,
         cache_element_size=cache_dtype.itemsize,
         holds_scores=backend == "eager" or _computes_scores(model, config, groups),
-        all_logits=not fused and not takes_logits_to_keep(model),
-        library_bytes=library_bytes,
-        sampling_bytes=sampling_bytes,
-        fused=fused,
-        experts_per_token=int(getattr(config, "num_experts_per_tok", None) or 0),
+        all_logits=not takes_logits_to_keep(model),
+        library_bytes=_library_bytes(model.device, dtype),
     )
 
 

@@ -102,12 +102,9 @@ class NativeKernels:
             getattr(library, function).argtypes = arguments
             getattr(library, function).restype = None
         library.legato_attention.restype = c_int64
-        library.legato_linear_scratch.argtypes = [_I, _I, _I]
-        library.legato_linear_scratch.restype = c_int64
         library.legato_linear_has_tiles.argtypes = [_I]
         library.legato_linear_has_tiles.restype = c_int64
         self._has_tiles = library.legato_linear_has_tiles
-        self._scratch_bytes = library.legato_linear_scratch
         self._num_threads = torch.get_num_threads()
         self._pool = thread_pool(library, self._num_threads)
         self._linear = library.legato_linear
@@ -139,10 +136,10 @@ class NativeKernels:
     def multiply(self, way: int, x: Tensor, packed: PackedMatrix, out: Tensor) -> None:
         """`linear` in a way of the caller's choice."""
         rows = x.shape[0]
+        panels, column_scales, bias = packed.addresses
         self._linear(
-            self._pool, packed.kind, way, x.data_ptr(), x.stride(0), rows, packed.depth, packed.panels.data_ptr(),
-            _pointer(packed.column_scales), _pointer(packed.bias), packed.columns, out.data_ptr(), out.stride(0),
-            self._scratch_for(self._scratch_bytes(packed.kind, rows, packed.depth)),
+            self._pool, packed.kind, way, x.data_ptr(), x.stride(0), rows, packed.depth, panels, column_scales, bias,
+            packed.columns, out.data_ptr(), out.stride(0), self._scratch_for(packed.scratch_bytes(rows)),
         )  # fmt: skip
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float, out: Tensor) -> None:
@@ -186,9 +183,9 @@ class NativeKernels:
         rows = tables.write_rows
         self._rotate_and_store(
             self._pool, qkv.data_ptr(), qkv.stride(0), qkv.shape[0], layout.num_heads, layout.num_kv_heads,
-            layout.head_dim, query_weight, key_weight, over_all, eps, tables.position_ids.data_ptr(), cosines, sines, half,
-            rows.data_ptr(), rows.data_ptr() + 8 * rows.shape[1], cache.storage.data_ptr(),
-            cache.storage.dtype == torch.bfloat16,
+            layout.head_dim, query_weight, key_weight, over_all, eps, tables.position_ids.data_ptr(), cosines,
+            sines, half, rows.data_ptr(), rows.data_ptr() + 8 * rows.shape[1],
+            cache.storage.data_ptr(), cache.storage.dtype == torch.bfloat16,
         )  # fmt: skip
 
     def attention(

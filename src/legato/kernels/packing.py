@@ -1,6 +1,6 @@
 """Matrices in the layout that `native/linear.c` reads: panels of 32 output columns, each one run of memory."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -27,6 +27,7 @@ class PackedMatrix:
         bias: float32 [columns], or None.
         columns, depth: outputs and inputs.
         ways: how to multiply for each of `tuning.ROW_COUNTS`: 0 by vectors, 1 by tiles.
+        addresses: of panels, column_scales and bias; asking torch for them takes longer than a small product.
     """
 
     kind: int
@@ -36,6 +37,18 @@ class PackedMatrix:
     columns: int
     depth: int
     ways: tuple[int, ...] = (0,)
+    addresses: tuple[int | None, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        tensors = (self.panels, self.column_scales, self.bias)
+        addresses = tuple(None if tensor is None else tensor.data_ptr() for tensor in tensors)
+        object.__setattr__(self, "addresses", addresses)  # frozen, but for its birth
+
+    def scratch_bytes(self, rows: int) -> int:
+        """What a product with so many rows needs: `scratch_bytes` in native/linear.h, or a little more."""
+        if self.kind == FLOAT32:
+            return 0
+        return (rows + 15) * (self.depth + 63) * 6 + rows * 4 + 64
 
     @property
     def num_bytes(self) -> int:

@@ -170,11 +170,6 @@ void multiply_by_vectors(Pool *pool, const Product *p) {
     run_chunks(pool, num_chunks(p), vectors_chunk, p);
 }
 
-/* Bytes of scratch that a product of this shape needs. */
-EXPORT int64_t legato_linear_scratch(int64_t kind, int64_t rows, int64_t depth) {
-    return scratch_bytes(kind, rows, depth);
-}
-
 /* Whether there is a product of this kind by tiles. */
 EXPORT int64_t legato_linear_has_tiles(int64_t kind) {
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)

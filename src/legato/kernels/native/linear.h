@@ -46,7 +46,8 @@ static inline int64_t row_scale_bytes(int64_t kind, int64_t rows) {
     return kind == LEGATO_INT8 ? (rows * 4 + 63) / 64 * 64 : 0;
 }
 
-/* Tiles take whole tiles of 16 rows: three bfloat16 pieces of a float each, or an int8; vectors an int8 as a float. */
+/* Tiles take whole tiles of 16 rows: three bfloat16 pieces of a float each, or an int8; vectors an int8 as a float.
+   `PackedMatrix.scratch_bytes` in packing.py promises no less. */
 static inline int64_t scratch_bytes(int64_t kind, int64_t rows, int64_t depth) {
     if (kind == LEGATO_FLOAT32) return 0;
     int64_t elements = (rows + 15) / 16 * 16 * padded_depth(kind, depth);
