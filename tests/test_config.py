@@ -64,6 +64,7 @@ CONFIG: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
         ("float16", "int8", "", 0, True, ["float32"], torch.float32),
         "one of float32, bfloat16, or None",
     ),
+    "quantization": ((None, "int8"), ("int4", "INT8", "", 8, True, ["int8"]), "one of int8, or None"),
     "auto_switch_to_flash": ((True, False), NOT_BOOLS, "True or False"),
     "seed": ((None, 0, 1, 1 << 40), (-1, *NOT_INTEGERS), "an integer, at least 0, or None"),
     "max_queue_size": ((0, 1, 10**6), (-1, None, *NOT_INTEGERS), "an integer, at least 0"),

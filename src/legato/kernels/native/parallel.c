@@ -83,6 +83,7 @@ static void *worker_main(void *argument) {
         wait_for_job(worker.pool, job);
         job = work(worker.pool, worker.thread);
     }
+    return NULL;
 }
 
 static void wake_all(Pool *pool) {
