@@ -35,14 +35,18 @@ def plain_lru_hits(requests: list[TraceRequest], page_size: int, num_blocks: int
         while found < min(most, len(pages)) and pages[found] in cached:
             found += 1
         hits += found
-        tokens = request.prompt_length + max(request.output_length, 1) - 1
-        needed = -(-tokens // page_size) - found
         for page in pages[:found]:
             del cached[page]  # owned: not to be evicted
-        while len(cached) + found + needed > num_blocks:
+        while len(cached) + -(-request.prompt_length // page_size) > num_blocks:
+            cached.popitem(last=False)
+        # The last page of a prompt known whole is computed again and not known twice: if the copy goes while the answer
+        # grows, nobody knows the page any more.
+        known = set(cached)
+        tokens = request.prompt_length + max(request.output_length, 1) - 1
+        while len(cached) + -(-tokens // page_size) > num_blocks:
             cached.popitem(last=False)
         for page in reversed(pages):
-            if page not in cached:
+            if page not in known:
                 cached[page] = None
     return hits
 
