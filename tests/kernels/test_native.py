@@ -12,7 +12,7 @@ from legato.cache.kv import KVCache, LayerCache
 from legato.cache.pool import AttentionGroup
 from legato.kernels.interface import Activation, AttentionSpec, HeadLayout, HeadNorm, PassTables, Rotary, new_rows
 from legato.kernels.library import LEVELS, NativeKernels, load_library
-from legato.kernels.packing import BFLOAT16, FLOAT32, pack, pack_int8
+from legato.kernels.packing import BFLOAT16, FLOAT32, KINDS, Quantization, pack, pack_int8
 from legato.kernels.reference import TorchKernels
 from legato.kernels.tuning import MeasuredWays
 
@@ -111,14 +111,30 @@ def test_norms(kernels: NativeKernels, rows: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
-@pytest.mark.parametrize(("rows", "width"), [(1, 1536), (40, 300), (3, 5)])
-def test_gated_activations(kernels: NativeKernels, activation: Activation, rows: int, width: int) -> None:
-    gate_up = randn(rows, 2 * width, scale=4.0)
-    gate_up[0, :4] = torch.tensor([-100.0, 100.0, 0.0, -1e-8])[: min(4, width)]
-    out, expected = new_rows(rows, width), new_rows(rows, width)
-    kernels.gated(gate_up, activation, out)
-    TorchKernels().gated(gate_up, activation, expected)
-    torch.testing.assert_close(out, expected, rtol=2e-6, atol=5e-6)
+@pytest.mark.parametrize(("rows", "depth", "width"), [(1, 576, 1536), (40, 64, 300), (3, 33, 5), (17, 40, 64), (700, 70, 33)])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
+def test_gated_products(
+    kernels: NativeKernels, activation: Activation, rows: int, depth: int, width: int, form: str
+) -> None:
+    weight, bias, x = randn(2 * width, depth, seed=1), randn(2 * width, seed=2), randn(rows, depth, seed=3)
+    bias[:4] = torch.tensor([-100.0, 100.0, 0.0, -1e-8])
+    if form == "bfloat16":
+        weight = weight.bfloat16().float()
+    quantization: Quantization | None = "int8" if form == "int8" else None
+    bias_or_none = bias if rows % 2 else None
+    twin = TorchKernels()
+    packed = kernels.pack(weight, bias_or_none, quantization, gated=True)
+    assert KINDS[packed.kind] == form
+    expected, both = new_rows(rows, width), new_rows(rows, 2 * width)
+    twin.gated_linear(x, twin.pack(weight, bias_or_none, quantization, gated=True), activation, expected)
+    twin.linear(x, twin.pack(weight, bias_or_none, quantization), both)
+    # What a rounding, in the product or of an activation to its other neighbour, does to gate and to what is gated.
+    largest = both.abs().max() * (x.abs().max() * weight.abs().max() / 100 if form == "int8" else depth**0.5 * 2e-6)
+    for way in kernels.ways(packed.kind):
+        out = torch.full((rows, width + 3), 7.0)
+        kernels.multiply(way, x, packed, out[:, :width], activation)
+        assert (out[:, :width] - expected).abs().max() <= largest + 1e-5
+        assert (out[:, width:] == 7).all(), "wrote past the end of its rows"
 
 
 class Sequences:

@@ -1,7 +1,7 @@
 """The forward pass, for every family: rows of tokens without padding, a kernel call for each thing that happens."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from legato.cache.kv import KVCache, LayerCache
-from legato.decoder.spec import DecoderSpec, ExpertsSpec, LayerSpec
+from legato.decoder.spec import DecoderSpec, LayerSpec
 from legato.decoder.weights import ExpertsWeights, LayerWeights, MlpWeights, Piece, Weights
 from legato.engine.batch import Batch
 from legato.kernels.interface import Kernels, PassTables, Rotary
@@ -39,15 +39,14 @@ class Activations:
         residual: the residual stream.
         normed: its norm, for the next matrix.
         projected: what attention or MLP add to it.
-        qkv, gate_up: products of `normed`.
-        attended, gated: what is made of those.
+        qkv: product of `normed`.
+        attended, gated: what attention makes of that, and the first half of the MLP of `normed`.
     """
 
     residual: Tensor
     normed: Tensor
     projected: Tensor
     qkv: Tensor
-    gate_up: Tensor
     attended: Tensor
     gated: Tensor
 
@@ -70,6 +69,21 @@ class Layer:
     rotary: Rotary | None
     group: int
     cache: LayerCache
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """A pass that may come again with other numbers.
+
+    Attributes:
+        key: two passes with the same one call the same kernels on the same memory, but for their tables.
+        replay: does it again; None: it has been seen once, and is recorded should it come again.
+        tables: what `replay` reads.
+    """
+
+    key: tuple[object, ...]
+    replay: Callable[[], None] | None
+    tables: list[PassTables]
 
 
 class Decoder:
@@ -98,6 +112,9 @@ class Decoder:
         self._residual, self._normed, self._projected = Buffer(), Buffer(), Buffer()
         self._wide, self._narrow, self._logits = Buffer(), Buffer(), Buffer()
         self._grouped = Buffer()  # tokens once for each expert that sees them
+        # Which experts there are to call is known only when the router has spoken.
+        self._recordable = not any(isinstance(layer.mlp, ExpertsWeights) for layer in weights.layers)
+        self._recorded: Recorded | None = None
 
     def forward(self, batch: Batch) -> Tensor:
         """Write K and V of all tokens; logits of those in `batch.logits_indices`.
@@ -105,10 +122,47 @@ class Decoder:
         Returns:
             float32 [rows, vocabulary]; the next pass overwrites it.
         """
-        sampled = torch.from_numpy(batch.logits_indices)
+        spec, num_tokens, num_sampled = self._spec, len(batch.input_ids), len(batch.logits_indices)
+        x = self._activations(num_tokens)
+        logits = self._logits.take(num_sampled, spec.vocab_size)
         tables = pass_tables(batch, self._cache)
-        x = self._activations(len(batch.input_ids))
-        self._embed(torch.from_numpy(batch.input_ids), x)
+        x.residual.copy_(functional.embedding(torch.from_numpy(batch.input_ids), spec.embedding.get()))
+        if spec.embedding_scale != 1:
+            x.residual.mul_(spec.embedding_scale)
+        if num_sampled == num_tokens and self._recordable:
+            self._decode(tables, x, logits)
+        else:
+            self._compute(tables, x, torch.from_numpy(batch.logits_indices), logits)
+        if spec.logits_scale != 1:
+            logits *= spec.logits_scale
+        if spec.logits_softcap is not None:
+            logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
+        return logits
+
+    def _decode(self, tables: list[PassTables], x: Activations, logits: Tensor) -> None:
+        """`_compute` where every token is sampled, its kernels recorded when a pass is like the one before."""
+        key = (
+            self._weights.num_changes,
+            *((t.position_ids.shape, t.seqused_k.shape, columns_with_room(t.block_table)) for t in tables),
+            *(t.data_ptr() for t in (x.residual, x.normed, x.projected, x.qkv, x.attended, logits)),
+        )
+        if self._recorded is None or self._recorded.key != key:
+            self._recorded = Recorded(key, None, [])
+            self._compute(tables, x, None, logits)
+        elif self._recorded.replay is None:
+            kept = [with_room(t) for t in tables]
+            replay = self._kernels.record(lambda: self._compute(kept, x, None, logits))
+            self._recorded = Recorded(key, replay, kept)
+        else:
+            for own, new in zip(self._recorded.tables, tables, strict=True):
+                overwrite(own, new)
+            self._recorded.replay()
+
+    def _compute(self, tables: list[PassTables], x: Activations, sampled: Tensor | None, logits: Tensor) -> None:
+        """From embeddings to the head's product; `sampled` are the rows it is wanted of, None for all."""
+        first = self._weights.layers[0].input_norm.value
+        if first is not None:
+            self._kernels.rms_norm(x.residual, first, self._spec.eps, x.normed)
         for layer in self._layers[:-1]:
             self._store(layer, tables[layer.group], x)
             self._attend(layer, tables[layer.group], x)
@@ -116,19 +170,11 @@ class Decoder:
         # Of the last layer's tokens, only those that are sampled matter to what follows their K and V.
         last = self._layers[-1]
         self._store(last, tables[last.group], x)
-        if len(sampled):
+        if len(logits):
             self._attend(last, tables[last.group], x)
-            x = self._only(sampled, x)
+            x = x if sampled is None else self._only(sampled, x)
             self._finish(last, x)
-        return self._head(x.normed[: len(sampled)])
-
-    def _embed(self, input_ids: Tensor, x: Activations) -> None:
-        spec, first = self._spec, self._weights.layers[0]
-        x.residual.copy_(functional.embedding(input_ids, spec.embedding.get()))
-        if spec.embedding_scale != 1:
-            x.residual.mul_(spec.embedding_scale)
-        if first.input_norm.value is not None:
-            self._kernels.rms_norm(x.residual, first.input_norm.value, spec.eps, x.normed)
+            self._kernels.linear(x.normed, self._weights.head.value, logits)
 
     def _store(self, layer: Layer, tables: PassTables, x: Activations) -> None:
         kernels, weights, layout = self._kernels, layer.weights, self._spec.layout
@@ -145,17 +191,16 @@ class Decoder:
         kernels.add_norm(x.residual, x.projected, scale, weights.attention_norm.value, mlp_norm, eps, x.normed)
         hidden = x.residual if mlp_norm is None else x.normed
         if isinstance(mlp, MlpWeights):
-            kernels.linear(hidden, mlp.gate_up.value, x.gate_up)
-            kernels.gated(x.gate_up, layer.spec.mlp.activation, x.gated)  # type: ignore[union-attr]
+            kernels.gated_linear(hidden, mlp.gate_up.value, mlp.spec.activation, x.gated)
             kernels.linear(x.gated, mlp.down.value, x.projected)
         else:
-            self._mix(hidden, layer.spec.mlp, mlp, x.projected)  # type: ignore[arg-type]
+            self._mix(hidden, mlp, x.projected)
         output_norm, next_norm = weights.output_norm.value, layer.next_norm.value
         kernels.add_norm(x.residual, x.projected, scale, output_norm, next_norm, eps, x.normed)
 
-    def _mix(self, x: Tensor, spec: ExpertsSpec, weights: ExpertsWeights, out: Tensor) -> None:
+    def _mix(self, x: Tensor, weights: ExpertsWeights, out: Tensor) -> None:
         """The experts' outputs, each on the tokens that chose it, added up by the router's weights."""
-        kernels, num_experts, width = self._kernels, len(spec.experts), spec.experts[0].width
+        kernels, spec, num_experts = self._kernels, weights.spec, len(weights.experts)
         scores = torch.empty((len(x), num_experts))
         kernels.linear(x, weights.router.value, scores)
         shares, chosen = scores.softmax(dim=-1).topk(spec.top_k, dim=-1)
@@ -164,33 +209,19 @@ class Decoder:
         order = chosen.flatten().argsort(stable=True)
         tokens = order // spec.top_k
         ends = chosen.flatten().bincount(minlength=num_experts).cumsum(0).tolist()
-        used = [(start, end, e) for e, (start, end) in enumerate(zip([0, *ends], ends, strict=False)) if start < end]
         grouped = torch.index_select(x, 0, tokens, out=self._grouped.take(len(tokens), x.shape[1]))
-        gate_up = self._wide.take(len(tokens), 2 * width)
-        gated = self._narrow.take(len(tokens), width)
-        for start, end, expert in used:
-            kernels.linear(grouped[start:end], weights.experts[expert].gate_up.value, gate_up[start:end])
-        kernels.gated(gate_up, spec.experts[0].activation, gated)
-        for start, end, expert in used:
-            kernels.linear(gated[start:end], weights.experts[expert].down.value, grouped[start:end])
+        gated = self._narrow.take(len(tokens), spec.experts[0].width)
+        for start, end, expert in zip([0, *ends], ends, weights.experts, strict=False):
+            if start < end:
+                own, inner = grouped[start:end], gated[start:end]
+                kernels.gated_linear(own, expert.gate_up.value, expert.spec.activation, inner)
+                kernels.linear(inner, expert.down.value, own)
         grouped *= shares.flatten()[order, None]
         out.zero_().index_add_(0, tokens, grouped)
 
-    def _head(self, hidden: Tensor) -> Tensor:
-        spec = self._spec
-        logits = self._logits.take(len(hidden), spec.vocab_size)
-        if len(hidden):
-            self._kernels.linear(hidden, self._weights.head.value, logits)
-        if spec.logits_scale != 1:
-            logits *= spec.logits_scale
-        if spec.logits_softcap is not None:
-            logits.div_(spec.logits_softcap).tanh_().mul_(spec.logits_softcap)
-        return logits
-
     def _activations(self, rows: int) -> Activations:
         hidden_size, layout, width = self._spec.hidden_size, self._spec.layout, self._spec.mlp_width
-        # Attention is done with its two before the MLP needs its own: they may lie in the same place.
-        wide = self._wide.take(rows, max(layout.width, 2 * width)).view(-1)
+        # Attention is done with its output before the MLP needs its own: they may lie in the same place.
         narrow = self._narrow.take(rows, max(layout.num_heads * layout.head_dim, width)).view(-1)
 
         def view(flat: Tensor, width: int) -> Tensor:
@@ -200,8 +231,7 @@ class Decoder:
             residual=self._residual.take(rows, hidden_size),
             normed=self._normed.take(rows, hidden_size),
             projected=self._projected.take(rows, hidden_size),
-            qkv=view(wide, layout.width),
-            gate_up=view(wide, 2 * width),
+            qkv=self._wide.take(rows, layout.width),
             attended=view(narrow, layout.num_heads * layout.head_dim),
             gated=view(narrow, width),
         )
@@ -216,7 +246,6 @@ class Decoder:
             normed=x.normed[:count],
             projected=x.projected[:count],
             qkv=x.qkv[:count],
-            gate_up=x.gate_up[:count],
             attended=x.attended.index_select(0, rows),
             gated=x.gated[:count],
         )
@@ -238,3 +267,32 @@ def pass_tables(batch: Batch, cache: KVCache) -> list[PassTables]:
         )
         for index, group in enumerate(cache.groups)
     ]
+
+
+def columns_with_room(block_table: Tensor) -> int:
+    """Columns of a table that need not grow with every page: the next power of two."""
+    return 1 << (block_table.shape[1] - 1).bit_length()
+
+
+def with_room(tables: PassTables) -> PassTables:
+    """Tables of their own memory, to be overwritten by others of the same number of tokens and requests."""
+    block_table = torch.zeros((len(tables.block_table), columns_with_room(tables.block_table)), dtype=torch.int64)
+    own = replace(
+        tables,
+        position_ids=tables.position_ids.clone(),
+        cu_seqlens_q=tables.cu_seqlens_q.clone(),
+        seqused_k=tables.seqused_k.clone(),
+        block_table=block_table,
+        write_rows=tables.write_rows.clone(),
+    )
+    overwrite(own, tables)
+    return own
+
+
+def overwrite(own: PassTables, tables: PassTables) -> None:
+    """Make tables from `with_room` say what others do."""
+    own.position_ids.copy_(tables.position_ids)
+    own.cu_seqlens_q.copy_(tables.cu_seqlens_q)
+    own.seqused_k.copy_(tables.seqused_k)
+    own.block_table[:, : tables.block_table.shape[1]] = tables.block_table
+    own.write_rows.copy_(tables.write_rows)

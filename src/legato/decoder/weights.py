@@ -47,6 +47,7 @@ class Piece:
 class MlpWeights:
     """See `MlpSpec`."""
 
+    spec: MlpSpec
     gate_up: Piece
     down: Piece
 
@@ -55,6 +56,7 @@ class MlpWeights:
 class ExpertsWeights:
     """See `ExpertsSpec`."""
 
+    spec: ExpertsSpec
     router: Piece
     experts: tuple[MlpWeights, ...]
 
@@ -106,6 +108,9 @@ class Weights:
         spec: where they are in the model.
         kernels: whose form they take.
         quantization: of all matrices but the experts' routers, which decide too much for what they cost.
+
+    Attributes:
+        num_changes: how often something was made anew.
     """
 
     def __init__(self, spec: DecoderSpec, kernels: Kernels, quantization: Quantization | None) -> None:
@@ -113,6 +118,7 @@ class Weights:
         self._pieces: list[Piece] = []
         self._kernels = kernels
         self._quantization: Quantization | None = quantization
+        self.num_changes = 0
         self.layers = tuple(self._layer(layer) for layer in spec.layers)
         self.norm = self._norm(spec.norm)
         self.head = self._matrix(spec.head)
@@ -146,6 +152,7 @@ class Weights:
         for piece in stale.values():
             piece.renew()
         self._seen = state
+        self.num_changes += 1
         return True
 
     def repack(self) -> None:
@@ -153,6 +160,7 @@ class Weights:
         self.refresh()
         for piece in self._pieces:
             piece.renew()
+        self.num_changes += 1
 
     def _state(self) -> tuple[list[int], list[int], list[int]]:
         """Of each parameter its identity, its place in memory and its version; a step has no time for more."""
@@ -180,19 +188,19 @@ class Weights:
         )
 
     def _mlp(self, spec: MlpSpec) -> MlpWeights:
-        return MlpWeights(self._matrix(spec.gate_up), self._matrix(spec.down))
+        return MlpWeights(spec, self._matrix(spec.gate_up, gated=True), self._matrix(spec.down))
 
     def _experts(self, spec: ExpertsSpec) -> ExpertsWeights:
         router = self._piece([spec.router], partial(self._kernels.pack, bias=None))
-        return ExpertsWeights(router, tuple(self._mlp(expert) for expert in spec.experts))
+        return ExpertsWeights(spec, router, tuple(self._mlp(expert) for expert in spec.experts))
 
-    def _matrix(self, spec: MatrixSpec) -> Piece:
+    def _matrix(self, spec: MatrixSpec, gated: bool = False) -> Piece:
         def pack(*parts: Tensor) -> Any:
             weights, biases = parts[: len(spec.weights)], parts[len(spec.weights) :]
             if spec.expert is not None:
                 weights = tuple(weight[spec.expert] for weight in weights)
             bias = _stacked(biases) if biases else None
-            return self._kernels.pack(_stacked(weights), bias, self._quantization)
+            return self._kernels.pack(_stacked(weights), bias, self._quantization, gated)
 
         return self._piece((*spec.weights, *spec.biases), pack)
 

@@ -4,6 +4,7 @@ Activations are float32 on the CPU, a row a token, each row contiguous; weights 
 is written to, its name says `out`, or the docstring does.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -103,8 +104,12 @@ class Kernels(Protocol):
     name: str
     """For people: "amx", "avx512", "avx2", "portable" or "torch"."""
 
-    def pack(self, weight: Tensor, bias: Tensor | None, quantization: Quantization | None = None) -> Any:
+    def pack(
+        self, weight: Tensor, bias: Tensor | None, quantization: Quantization | None = None, gated: bool = False
+    ) -> Any:
         """A matrix [out, in] of any floating-point type, and a bias [out], in the form `linear` takes.
+
+        If `gated`, in the form `gated_linear` takes: the upper half of its rows is the gate for the lower half.
 
         With "int8", `linear` works with whole numbers from -127 to 127: those of the weights scaled column by column of
         the product, those of x row by row. Without, nothing is lost.
@@ -157,8 +162,14 @@ class Kernels(Protocol):
             out: [tokens, num_heads × head_dim].
         """
 
-    def gated(self, gate_up: Tensor, activation: Activation, out: Tensor) -> None:
-        """out [rows, width] = activation(gate) × up, where `gate_up` [rows, 2 × width] has gate before up."""
+    def gated_linear(self, x: Tensor, packed: Any, activation: Activation, out: Tensor) -> None:
+        """out [rows, out / 2] = activation(gate) × up, where [gate, up] = x [rows, in] × weightᵀ + bias."""
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Call `run`, and return what does again what it did with these kernels: on the same memory, in less time.
+
+        The memory may hold other numbers by then; whoever calls sees to it that it is there.
+        """
 
 
 def new_rows(rows: int, width: int) -> Tensor:

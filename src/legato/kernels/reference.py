@@ -1,5 +1,6 @@
 """The kernels in plain torch: what the native ones are tested against, and what runs where there are none."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from legato.cache.kv import LayerCache
-from legato.kernels.interface import Activation, AttentionSpec, HeadLayout, HeadNorm, PassTables, Rotary
+from legato.kernels.interface import Activation, AttentionSpec, HeadLayout, HeadNorm, PassTables, Rotary, new_rows
 from legato.kernels.packing import Quantization, whole_numbers
 
 SCORES_PER_CALL = 1 << 22  # bounds the memory of one product of queries and keys
@@ -33,7 +34,9 @@ class TorchKernels:
 
     name = "torch"
 
-    def pack(self, weight: Tensor, bias: Tensor | None, quantization: Quantization | None = None) -> TorchMatrix:
+    def pack(
+        self, weight: Tensor, bias: Tensor | None, quantization: Quantization | None = None, gated: bool = False
+    ) -> TorchMatrix:
         values, bias = weight.detach().float(), None if bias is None else bias.detach().float()
         if quantization is None:
             return TorchMatrix(values.t(), bias)
@@ -107,9 +110,15 @@ class TorchKernels:
                 hidden = _hidden(start, end, first_key, spec.window)
                 outs[row:last_row] = _attend(queries[row:last_row], keys, values, hidden, spec)
 
-    def gated(self, gate_up: Tensor, activation: Activation, out: Tensor) -> None:
+    def gated_linear(self, x: Tensor, packed: TorchMatrix, activation: Activation, out: Tensor) -> None:
+        gate_up = new_rows(len(x), packed.transposed.shape[1])
+        self.linear(x, packed, gate_up)
         gate, up = gate_up.chunk(2, dim=1)
         torch.mul(_activate(gate, activation), up, out=out)
+
+    def record(self, run: Callable[[], None]) -> Callable[[], None]:
+        run()
+        return run
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -359,39 +359,28 @@ static Item *cut_into_items(const int64_t *cu_seqlens_q, int64_t requests, int64
     return items;
 }
 
+/* How the work is divided. */
 typedef struct {
-    const float *query;
-    int64_t query_stride, group, num_kv_heads, head_dim;
-    const void *cache;
-    int bf16;
-    int64_t page_size, block_rows;
-    const int64_t *block_table;
-    int64_t table_stride;
-    const int64_t *cu_seqlens_q, *seqused_k;
-    float scaling;
-    int64_t window;
-    float softcap;
-    const float *sinks;
-    float *out;
-    int64_t out_stride;
+    const Attention *attention;
     const Item *items;
     int64_t heads_at_once, tile_rows, thread_floats;
     float *memory; /* thread_floats for each thread */
-} Attention;
+} Work;
 
 /* Some K/V heads of one item. */
 static void attention_chunk(const void *arguments, int64_t chunk, int64_t thread) {
-    const Attention *a = arguments;
-    int64_t parts = a->num_kv_heads / a->heads_at_once, heads = a->heads_at_once, group = a->group;
-    Item item = a->items[chunk / parts];
+    const Work *w = arguments;
+    const Attention *a = w->attention;
+    int64_t heads = w->heads_at_once, parts = a->num_kv_heads / heads, group = a->num_heads / a->num_kv_heads;
+    Item item = w->items[chunk / parts];
     int64_t first_head = chunk % parts * heads;
     int64_t token = a->cu_seqlens_q[item.request] + item.first;
     int64_t position = a->seqused_k[item.request] - (a->cu_seqlens_q[item.request + 1] - token);
     Pages pages = {
         a->cache, a->block_table + item.request * a->table_stride, a->page_size, a->block_rows,
-        a->num_kv_heads * a->head_dim, a->head_dim, a->bf16};
+        a->num_kv_heads * a->head_dim, a->head_dim, (int)a->bf16};
     Tile tiles[MOST_HEADS] = {0};
-    lay_out_tiles(tiles, heads, a->tile_rows, a->head_dim, a->memory + thread * a->thread_floats);
+    lay_out_tiles(tiles, heads, w->tile_rows, a->head_dim, w->memory + thread * w->thread_floats);
     for (int64_t h = 0; h < heads; h++)
         load_queries(
             &tiles[h], a->query + token * a->query_stride + (first_head + h) * group * a->head_dim, a->query_stride,
@@ -423,23 +412,16 @@ static int64_t heads_at_once(const Pool *pool, int64_t num_items, int64_t num_kv
     return heads;
 }
 
-/* A window of 0 is none; a softcap of 0 is none; sinks may be NULL. Returns 0, or 1 if there is no memory. */
-EXPORT int64_t legato_attention(
-    Pool *pool, const float *query, int64_t query_stride, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-    const void *cache, int64_t bf16, int64_t page_size, int64_t block_rows, const int64_t *block_table,
-    int64_t table_stride, const int64_t *cu_seqlens_q, const int64_t *seqused_k, int64_t requests, float scaling,
-    int64_t window, float softcap, const float *sinks, float *out, int64_t out_stride) {
-    int64_t group = num_heads / num_kv_heads, num_items;
-    int64_t most_queries = tile_queries(cu_seqlens_q, requests, group), tile_rows = most_queries * group;
-    Item *items = cut_into_items(cu_seqlens_q, requests, most_queries, &num_items);
-    int64_t heads = heads_at_once(pool, num_items, num_kv_heads);
-    int64_t thread_floats = heads * tile_floats(tile_rows, head_dim) + shared_floats(tile_rows, head_dim);
+EXPORT int64_t legato_attention(Pool *pool, const Attention *a) {
+    int64_t group = a->num_heads / a->num_kv_heads, num_items;
+    int64_t most_queries = tile_queries(a->cu_seqlens_q, a->requests, group), tile_rows = most_queries * group;
+    Item *items = cut_into_items(a->cu_seqlens_q, a->requests, most_queries, &num_items);
+    int64_t heads = heads_at_once(pool, num_items, a->num_kv_heads);
+    int64_t thread_floats = heads * tile_floats(tile_rows, a->head_dim) + shared_floats(tile_rows, a->head_dim);
     float *memory = aligned_alloc(64, round_up(num_threads(pool) * thread_floats * sizeof(float), 64));
     if (items && memory) {
-        Attention all = {query, query_stride, group, num_kv_heads, head_dim, cache, (int)bf16, page_size, block_rows,
-                         block_table, table_stride, cu_seqlens_q, seqused_k, scaling, window, softcap, sinks, out,
-                         out_stride, items, heads, tile_rows, thread_floats, memory};
-        run_chunks(pool, num_items * (num_kv_heads / heads), attention_chunk, &all);
+        Work work = {a, items, heads, tile_rows, thread_floats, memory};
+        run_chunks(pool, num_items * (a->num_kv_heads / heads), attention_chunk, &work);
     }
     int64_t failed = !items || !memory;
     free(items);

@@ -1,4 +1,4 @@
-/* Norms, rotary embedding with the write to the cache, and gated activations: what goes token by token. */
+/* Norms, and rotary embedding with the write to the cache: what goes token by token. */
 #include "legato.h"
 #include "parallel.h"
 #include "simd.h"
@@ -6,13 +6,19 @@
 /* A chunk of fewer elements costs more to hand over than it takes to do. */
 #define CHUNK_ELEMENTS 8192
 
-/* Rows of a chunk. */
-INLINE int64_t chunk_rows(const Pool *pool, int64_t rows, int64_t width) {
-    int64_t least = CHUNK_ELEMENTS / width;
-    return chunk_size(pool, rows, least > 0 ? least : 1);
-}
+/* Some rows of what a kernel was called for. */
+typedef struct {
+    const void *arguments;
+    int64_t chunk_rows;
+} Rows;
 
-INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+/* All rows, `width` elements each, in chunks. */
+static int64_t run_rows(Pool *pool, int64_t rows, int64_t width, Task task, const void *arguments) {
+    int64_t least = CHUNK_ELEMENTS / width, chunk_rows = chunk_size(pool, rows, least > 0 ? least : 1);
+    Rows all = {arguments, chunk_rows};
+    run_chunks(pool, (rows + chunk_rows - 1) / chunk_rows, task, &all);
+    return 0;
+}
 
 INLINE float inverse_root_mean_square(const float *x, int64_t width, float eps) {
     vf squares = splat(0);
@@ -36,43 +42,15 @@ INLINE void norm_row(const float *x, const float *weight, int64_t width, float e
     scale_by(x, inverse_root_mean_square(x, width, eps), weight, width, out);
 }
 
-typedef struct {
-    const float *x;
-    int64_t x_stride;
-    const float *weight;
-    float eps;
-    int64_t rows, width;
-    float *out;
-    int64_t out_stride, chunk;
-} Norm;
-
 static void norm_chunk(const void *arguments, int64_t chunk, int64_t thread) {
-    const Norm *n = arguments;
+    const Rows *r = arguments;
+    const Norm *n = r->arguments;
     (void)thread;
-    for (int64_t row = chunk * n->chunk; row < lesser((chunk + 1) * n->chunk, n->rows); row++)
+    for (int64_t row = chunk * r->chunk_rows; row < lesser((chunk + 1) * r->chunk_rows, n->rows); row++)
         norm_row(n->x + row * n->x_stride, n->weight, n->width, n->eps, n->out + row * n->out_stride);
 }
 
-EXPORT void legato_rms_norm(
-    Pool *pool, const float *x, int64_t x_stride, const float *weight, float eps, int64_t rows, int64_t width,
-    float *out, int64_t out_stride) {
-    int64_t chunk = chunk_rows(pool, rows, width);
-    Norm norm = {x, x_stride, weight, eps, rows, width, out, out_stride, chunk};
-    run_chunks(pool, (rows + chunk - 1) / chunk, norm_chunk, &norm);
-}
-
-typedef struct {
-    float *residual;
-    int64_t residual_stride;
-    const float *x;
-    int64_t x_stride;
-    float scale;
-    const float *post_weight, *weight;
-    float eps;
-    int64_t rows, width;
-    float *out;
-    int64_t out_stride, chunk;
-} AddNorm;
+EXPORT int64_t legato_rms_norm(Pool *pool, const Norm *n) { return run_rows(pool, n->rows, n->width, norm_chunk, n); }
 
 INLINE void add_norm_row(const AddNorm *a, int64_t row) {
     float *residual = a->residual + row * a->residual_stride;
@@ -90,20 +68,15 @@ INLINE void add_norm_row(const AddNorm *a, int64_t row) {
 }
 
 static void add_norm_chunk(const void *arguments, int64_t chunk, int64_t thread) {
-    const AddNorm *a = arguments;
+    const Rows *r = arguments;
+    const AddNorm *a = r->arguments;
     (void)thread;
-    for (int64_t row = chunk * a->chunk; row < lesser((chunk + 1) * a->chunk, a->rows); row++) add_norm_row(a, row);
+    for (int64_t row = chunk * r->chunk_rows; row < lesser((chunk + 1) * r->chunk_rows, a->rows); row++)
+        add_norm_row(a, row);
 }
 
-/* residual += scale × x, or scale × norm(x) if there is a post_weight; then out = norm(residual) if there is a weight. */
-EXPORT void legato_add_norm(
-    Pool *pool, float *residual, int64_t residual_stride, const float *x, int64_t x_stride, float scale,
-    const float *post_weight, const float *weight, float eps, int64_t rows, int64_t width, float *out,
-    int64_t out_stride) {
-    int64_t chunk = chunk_rows(pool, rows, width);
-    AddNorm all = {residual, residual_stride, x, x_stride, scale, post_weight, weight, eps, rows, width, out, out_stride,
-                   chunk};
-    run_chunks(pool, (rows + chunk - 1) / chunk, add_norm_chunk, &all);
+EXPORT int64_t legato_add_norm(Pool *pool, const AddNorm *a) {
+    return run_rows(pool, a->rows, a->width, add_norm_chunk, a);
 }
 
 /* Pairs (x[i], x[i + half]) turned by the angle whose cosine and sine are cos[i] and sin[i]. */
@@ -144,21 +117,6 @@ INLINE void write_row(void *cache, int64_t row, const float *values, int64_t wid
     for (; i < width; i++) out[i] = to_bf16(values[i]);
 }
 
-typedef struct {
-    float *qkv;
-    int64_t qkv_stride, tokens, num_heads, num_kv_heads, head_dim;
-    const float *query_weight, *key_weight;
-    int64_t norm_width;
-    float eps;
-    const int64_t *position_ids;
-    const float *cosines, *sines;
-    int64_t half;
-    const int64_t *key_rows, *value_rows;
-    void *cache;
-    int bf16;
-    int64_t chunk;
-} Rotation;
-
 INLINE void rotate_and_store_token(const Rotation *r, int64_t token) {
     int64_t kv_width = r->num_kv_heads * r->head_dim;
     float *query = r->qkv + token * r->qkv_stride;
@@ -167,68 +125,18 @@ INLINE void rotate_and_store_token(const Rotation *r, int64_t token) {
     const float *sine = r->cosines ? r->sines + r->position_ids[token] * r->half : NULL;
     prepare_heads(query, r->num_heads, r->head_dim, r->query_weight, r->norm_width, r->eps, cosine, sine, r->half);
     prepare_heads(key, r->num_kv_heads, r->head_dim, r->key_weight, r->norm_width, r->eps, cosine, sine, r->half);
-    write_row(r->cache, r->key_rows[token], key, kv_width, r->bf16);
-    write_row(r->cache, r->value_rows[token], value, kv_width, r->bf16);
+    write_row(r->cache, r->key_rows[token], key, kv_width, (int)r->bf16);
+    write_row(r->cache, r->value_rows[token], value, kv_width, (int)r->bf16);
 }
 
 static void rotation_chunk(const void *arguments, int64_t chunk, int64_t thread) {
-    const Rotation *r = arguments;
+    const Rows *rows = arguments;
+    const Rotation *r = rows->arguments;
     (void)thread;
-    for (int64_t token = chunk * r->chunk; token < lesser((chunk + 1) * r->chunk, r->tokens); token++)
+    for (int64_t token = chunk * rows->chunk_rows; token < lesser((chunk + 1) * rows->chunk_rows, r->tokens); token++)
         rotate_and_store_token(r, token);
 }
 
-/* Norm weights and cosines may be NULL. */
-EXPORT void legato_rotate_and_store(
-    Pool *pool, float *qkv, int64_t qkv_stride, int64_t tokens, int64_t num_heads, int64_t num_kv_heads, int64_t head_dim,
-    const float *query_weight, const float *key_weight, int64_t norm_over_all_heads, float eps,
-    const int64_t *position_ids, const float *cosines, const float *sines, int64_t half, const int64_t *key_rows,
-    const int64_t *value_rows, void *cache, int64_t bf16) {
-    int64_t chunk = chunk_rows(pool, tokens, (num_heads + 2 * num_kv_heads) * head_dim);
-    Rotation all = {qkv, qkv_stride, tokens, num_heads, num_kv_heads, head_dim, query_weight, key_weight,
-                    norm_over_all_heads ? 0 : head_dim, eps, position_ids, cosines, sines, half, key_rows, value_rows,
-                    cache, (int)bf16, chunk};
-    run_chunks(pool, (tokens + chunk - 1) / chunk, rotation_chunk, &all);
-}
-
-INLINE vf activated(vf x, int64_t activation) {
-    if (activation == LEGATO_SILU) return x / (1.0f + vexp(-x));
-    vf inner = 0.7978845608028654f * (x + 0.044715f * x * x * x);
-    return 0.5f * x * (1.0f + vtanh(inner));
-}
-
-INLINE float activated_one(float x, int64_t activation) {
-    if (activation == LEGATO_SILU) return x / (1.0f + expf(-x));
-    if (activation == LEGATO_GELU) return 0.5f * x * (1.0f + erff(x * 0.7071067811865476f));
-    return 0.5f * x * (1.0f + tanhf(0.7978845608028654f * (x + 0.044715f * x * x * x)));
-}
-
-typedef struct {
-    const float *gate_up;
-    int64_t gate_up_stride, rows, width, activation;
-    float *out;
-    int64_t out_stride, chunk;
-} Gated;
-
-INLINE void gated_row(const Gated *g, int64_t row) {
-    const float *gate = g->gate_up + row * g->gate_up_stride, *up = gate + g->width;
-    float *out = g->out + row * g->out_stride;
-    int64_t i = 0;
-    if (g->activation != LEGATO_GELU) /* the error function has no vector form here */
-        for (; i + LANES <= g->width; i += LANES) store(out + i, activated(load(gate + i), g->activation) * load(up + i));
-    for (; i < g->width; i++) out[i] = activated_one(gate[i], g->activation) * up[i];
-}
-
-static void gated_chunk(const void *arguments, int64_t chunk, int64_t thread) {
-    const Gated *g = arguments;
-    (void)thread;
-    for (int64_t row = chunk * g->chunk; row < lesser((chunk + 1) * g->chunk, g->rows); row++) gated_row(g, row);
-}
-
-EXPORT void legato_gated(
-    Pool *pool, const float *gate_up, int64_t gate_up_stride, int64_t rows, int64_t width, int64_t activation,
-    float *out, int64_t out_stride) {
-    int64_t chunk = chunk_rows(pool, rows, width);
-    Gated all = {gate_up, gate_up_stride, rows, width, activation, out, out_stride, chunk};
-    run_chunks(pool, (rows + chunk - 1) / chunk, gated_chunk, &all);
+EXPORT int64_t legato_rotate_and_store(Pool *pool, const Rotation *r) {
+    return run_rows(pool, r->tokens, (r->num_heads + 2 * r->num_kv_heads) * r->head_dim, rotation_chunk, r);
 }

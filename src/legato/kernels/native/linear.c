@@ -2,6 +2,9 @@
 
    Few rows are bound by the weights' way from memory, so those are stored as small as they are exact, and widened in
    registers. A panel is one run of memory: a register tile of rows × columns goes down it, row by row of the panel. */
+#include <stdlib.h>
+
+#include "activation.h"
 #include "legato.h"
 #include "linear.h"
 #include "parallel.h"
@@ -15,8 +18,7 @@
 #else
 #define ROWS 4
 #endif
-#define MOST_CHUNK_PANELS 32
-#define FETCH_AHEAD 8192 /* bytes; the next panel lies behind this one */
+#define OWN_SCRATCH_BYTES 655360 /* of x cut by each thread for itself: see linear_amx.c */
 #define CHUNK_ELEMENTS 262144 /* of x that a panel meets before the next: they stay in the second-level cache */
 
 /* acc += x[rows][depth] × panel, for COLUMNS columns. */
@@ -112,12 +114,12 @@ INLINE void tile(const Product *p, const float *x, int64_t x_stride, int64_t row
     vf acc[ROWS][2] = {0};
     const char *panel = panel_of(p, column);
     int64_t inside = column % PANEL;
-    if (p->kind == LEGATO_FLOAT32)
-        multiply_float32(x, x_stride, (const float *)panel + inside, p->depth, rows, acc);
-    else if (p->kind == LEGATO_BFLOAT16)
-        multiply_bfloat16(x, x_stride, (const uint16_t *)panel + 2 * inside, p->depth, rows, acc);
+    if (p->of.kind == LEGATO_FLOAT32)
+        multiply_float32(x, x_stride, (const float *)panel + inside, p->of.depth, rows, acc);
+    else if (p->of.kind == LEGATO_BFLOAT16)
+        multiply_bfloat16(x, x_stride, (const uint16_t *)panel + 2 * inside, p->of.depth, rows, acc);
     else
-        multiply_int8(x, x_stride, (const int8_t *)panel + 4 * inside, p->depth, rows, acc);
+        multiply_int8(x, x_stride, (const int8_t *)panel + 4 * inside, p->of.depth, rows, acc);
     store_tile(p, row, column, rows, acc);
 }
 
@@ -142,31 +144,42 @@ static void column_tile(const Product *p, const float *x, int64_t x_stride, int6
 /* A row of x as whole numbers in float32, and its scale, for the int8 panels of processors without an int8 product. */
 static void round_row(const void *arguments, int64_t row, int64_t thread) {
     const Product *p = arguments;
-    const float *x = p->x + row * p->x_stride;
-    float *whole = (float *)p->scratch + row * p->depth;
-    float scale = row_scale(x, p->depth), inverse = scale > 0 ? 1 / scale : 0;
+    const float *x = p->of.x + row * p->of.x_stride;
+    float *whole = (float *)p->scratch + row * p->of.depth;
+    float scale = row_scale(x, p->of.depth), inverse = scale > 0 ? 1 / scale : 0;
     (void)thread;
-    for (int64_t k = 0; k < p->depth; k++) whole[k] = rintf(x[k] * inverse);
+    for (int64_t k = 0; k < p->of.depth; k++) whole[k] = rintf(x[k] * inverse);
     p->row_scales[row] = scale;
+}
+
+void gate_rows(const Product *p, const Product *own, int64_t panel, int64_t first, int64_t end) {
+    int64_t column = panel / 2 * PANEL, count = p->of.columns - column < PANEL ? p->of.columns - column : PANEL;
+    for (int64_t row = first; row < end; row++) {
+        const float *line = own->of.out + row * own->of.out_stride;
+        gate_line(line, line + PANEL, count, p->of.activation, p->of.out + row * p->of.out_stride + column);
+    }
 }
 
 static void vectors_chunk(const void *arguments, int64_t chunk, int64_t thread) {
     const Product *p = arguments;
-    const float *x = p->kind == LEGATO_INT8 ? p->scratch : p->x;
-    int64_t x_stride = p->kind == LEGATO_INT8 ? p->depth : p->x_stride;
-    int64_t most_rows = CHUNK_ELEMENTS / p->depth / ROWS * ROWS;
+    Product own = with_lines(p, thread);
+    const float *x = p->of.kind == LEGATO_INT8 ? p->scratch : p->of.x;
+    int64_t x_stride = p->of.kind == LEGATO_INT8 ? p->of.depth : p->of.x_stride;
+    int64_t most_rows = CHUNK_ELEMENTS / p->of.depth / ROWS * ROWS;
     if (most_rows < ROWS) most_rows = ROWS;
-    (void)thread;
-    for (int64_t row = 0; row < p->rows; row += most_rows) {
-        int64_t rows = p->rows - row < most_rows ? p->rows - row : most_rows;
-        int64_t column = chunk * p->chunk_panels * PANEL, end = column + p->chunk_panels * PANEL;
-        for (; column < end && column < p->columns; column += COLUMNS)
-            column_tile(p, x + row * x_stride, x_stride, row, column, rows);
+    Range panels = panels_of_chunk(p, chunk);
+    for (int64_t row = 0; row < p->of.rows; row += most_rows) {
+        int64_t rows = p->of.rows - row < most_rows ? p->of.rows - row : most_rows;
+        for (int64_t panel = panels.first; panel < panels.end; panel++) {
+            int64_t column = panel * PANEL, end = column + lesser(PANEL, columns_from(p, column));
+            for (; column < end; column += COLUMNS) column_tile(&own, x + row * x_stride, x_stride, row, column, rows);
+            if (p->of.gated && panel % 2) gate_rows(p, &own, panel, row, row + rows);
+        }
     }
 }
 
 void multiply_by_vectors(Pool *pool, const Product *p) {
-    if (p->kind == LEGATO_INT8) run_chunks(pool, p->rows, round_row, p);
+    if (p->of.kind == LEGATO_INT8) run_chunks(pool, p->of.rows, round_row, p);
     run_chunks(pool, num_chunks(p), vectors_chunk, p);
 }
 
@@ -180,22 +193,21 @@ EXPORT int64_t legato_linear_has_tiles(int64_t kind) {
 #endif
 }
 
-/* out [rows][columns] = x [rows][depth] × weights + bias; bias [columns] or NULL. For LEGATO_INT8 column_scales
-   [columns] belong to the weights, and x is rounded to int8 with a scale a row. `scratch` is aligned to 64 bytes. */
-EXPORT void legato_linear(
-    Pool *pool, int64_t kind, int64_t by_tiles, const float *x, int64_t x_stride, int64_t rows, int64_t depth,
-    const void *weights, const float *column_scales, const float *bias, int64_t columns, float *out, int64_t out_stride,
-    void *scratch) {
-    int64_t chunk_panels = chunk_size(pool, (columns + PANEL - 1) / PANEL, 1);
-    float *row_scales = (float *)((char *)scratch + scratch_bytes(kind, rows, depth) - row_scale_bytes(kind, rows));
-    Product p = {(int)kind, x, x_stride, rows, depth, weights, column_scales, bias, columns, out, out_stride, scratch,
-                 row_scales, chunk_panels < MOST_CHUNK_PANELS ? chunk_panels : MOST_CHUNK_PANELS};
+EXPORT int64_t legato_linear(Pool *pool, const Linear *of) {
+    int64_t threads = num_threads(pool), bytes = scratch_bytes(of->kind, of->rows, of->depth);
+    int64_t copies = of->by_tiles && bytes <= OWN_SCRATCH_BYTES ? threads : 1;
+    int64_t line_floats = of->gated ? threads * of->rows * 2 * PANEL : 0;
+    char *memory = aligned_alloc(64, (bytes * copies + line_floats * 4 + threads + 63) / 64 * 64);
+    if (!memory) return 1;
+    Product p = {.of = *of, .threads = threads, .scratch = memory, .lines = (float *)(memory + bytes * copies)};
+    p.row_scales = row_scales_in(&p, memory);
+    if (copies > 1) p.prepared = memset(p.lines + line_floats, 0, threads);
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-    if (by_tiles) {
+    if (of->by_tiles)
         multiply_by_tiles(pool, &p);
-        return;
-    }
+    else
 #endif
-    (void)by_tiles;
-    multiply_by_vectors(pool, &p);
+        multiply_by_vectors(pool, &p);
+    free(memory);
+    return 0;
 }

@@ -9,27 +9,32 @@
 #include "parallel.h"
 
 #define PANEL 32
+#define FETCH_AHEAD 8192 /* bytes; the next panel lies behind this one */
 
+/* A `Linear` and how the work on it is divided. */
 typedef struct {
-    int kind;
-    const float *x;
-    int64_t x_stride, rows, depth;
-    const void *weights;
-    const float *column_scales, *bias;
-    int64_t columns;
-    float *out;
-    int64_t out_stride;
-    void *scratch;
-    float *row_scales;    /* [rows], in the scratch; for LEGATO_INT8 */
-    int64_t chunk_panels; /* that a thread takes at once */
+    Linear of;         /* if gated, `out` is a thread's `lines` while it works */
+    int64_t threads;   /* that share the panels */
+    void *scratch;     /* x as the way to multiply wants it: once, or once for each thread */
+    float *row_scales; /* [rows], in the scratch; for LEGATO_INT8 */
+    char *prepared;    /* [threads], whether a thread's scratch is filled; NULL if all share one */
+    float *lines;      /* [threads][rows][2 × PANEL], what is to be gated */
 } Product;
 
 void multiply_by_vectors(Pool *pool, const Product *p);
 void multiply_by_tiles(Pool *pool, const Product *p);
 
-static inline int64_t num_chunks(const Product *p) {
-    int64_t columns = p->chunk_panels * PANEL;
-    return (p->columns + columns - 1) / columns;
+/* Panels that a thread finishes before the next, side by side in the weights. */
+static inline int64_t panels_together(const Product *p) { return p->of.gated ? 2 : 1; }
+
+static inline int64_t num_bundles(const Product *p) { return (p->of.columns + PANEL - 1) / PANEL; }
+
+/* Chunks are runs of bundles. */
+static inline int64_t num_chunks(const Product *p) { return num_factored_chunks(num_bundles(p), p->threads); }
+
+static inline Range panels_of_chunk(const Product *p, int64_t chunk) {
+    Range bundles = factored_chunk(num_bundles(p), p->threads, chunk);
+    return (Range){bundles.first * panels_together(p), bundles.end * panels_together(p)};
 }
 
 static inline int64_t padded_depth(int64_t kind, int64_t depth) {
@@ -38,20 +43,23 @@ static inline int64_t padded_depth(int64_t kind, int64_t depth) {
 }
 
 static inline const char *panel_of(const Product *p, int64_t column) {
-    int64_t bytes = p->kind == LEGATO_FLOAT32 ? 4 : p->kind == LEGATO_BFLOAT16 ? 2 : 1;
-    return (const char *)p->weights + column / PANEL * PANEL * padded_depth(p->kind, p->depth) * bytes;
+    int64_t bytes = p->of.kind == LEGATO_FLOAT32 ? 4 : p->of.kind == LEGATO_BFLOAT16 ? 2 : 1;
+    return (const char *)p->of.weights + column / PANEL * PANEL * padded_depth(p->of.kind, p->of.depth) * bytes;
 }
 
 static inline int64_t row_scale_bytes(int64_t kind, int64_t rows) {
     return kind == LEGATO_INT8 ? (rows * 4 + 63) / 64 * 64 : 0;
 }
 
-/* Tiles take whole tiles of 16 rows: three bfloat16 pieces of a float each, or an int8; vectors an int8 as a float.
-   `PackedMatrix.scratch_bytes` in packing.py promises no less. */
+/* Tiles take whole tiles of 16 rows: three bfloat16 pieces of a float each, or an int8; vectors an int8 as a float. */
 static inline int64_t scratch_bytes(int64_t kind, int64_t rows, int64_t depth) {
     if (kind == LEGATO_FLOAT32) return 0;
     int64_t elements = (rows + 15) / 16 * 16 * padded_depth(kind, depth);
     return elements * (kind == LEGATO_BFLOAT16 ? 6 : 4) + row_scale_bytes(kind, rows);
+}
+
+static inline float *row_scales_in(const Product *p, void *scratch) {
+    return (float *)((char *)scratch + scratch_bytes(p->of.kind, p->of.rows, p->of.depth) - row_scale_bytes(p->of.kind, p->of.rows));
 }
 
 /* So that the largest of a row becomes 127. */
@@ -64,19 +72,43 @@ static inline float row_scale(const float *x, int64_t depth) {
     return most / 127.0f;
 }
 
+/* Where an element of the product goes, with `column` counted in the weights' order. */
+static inline float *place_of(const Product *p, int64_t row, int64_t column) {
+    return p->of.out + row * p->of.out_stride + (p->of.gated ? column % (2 * PANEL) : column);
+}
+
+/* Columns from `column` on that are to be written; the weights of what is gated are padded in every bundle. */
+static inline int64_t columns_from(const Product *p, int64_t column) {
+    return p->of.gated ? PANEL : p->of.columns - column;
+}
+
 /* Scales, adds the bias, and stores what of `line` lies inside the matrix. */
 static inline void finish_line(const Product *p, int64_t row, int64_t column, int64_t count, const float *line) {
-    float *out = p->out + row * p->out_stride + column;
-    if (column + count > p->columns) count = p->columns - column;
-    if (p->kind == LEGATO_INT8) {
+    float *out = place_of(p, row, column);
+    const float *bias = p->of.bias ? p->of.bias + column : NULL;
+    if (count > columns_from(p, column)) count = columns_from(p, column);
+    if (p->of.kind == LEGATO_INT8) {
+        const float *scales = p->of.column_scales + column;
         float scale = p->row_scales[row];
-        for (int64_t i = 0; i < count; i++)
-            out[i] = line[i] * scale * p->column_scales[column + i] + (p->bias ? p->bias[column + i] : 0.0f);
-    } else if (p->bias) {
-        for (int64_t i = 0; i < count; i++) out[i] = line[i] + p->bias[column + i];
+        for (int64_t i = 0; i < count; i++) out[i] = line[i] * scale * scales[i] + (bias ? bias[i] : 0.0f);
+    } else if (bias) {
+        for (int64_t i = 0; i < count; i++) out[i] = line[i] + bias[i];
     } else {
         for (int64_t i = 0; i < count; i++) out[i] = line[i];
     }
 }
+
+/* What a thread works with: its own lines, to be gated. */
+static inline Product with_lines(const Product *p, int64_t thread) {
+    Product own = *p;
+    if (p->of.gated) {
+        own.of.out = p->lines + thread * p->of.rows * 2 * PANEL;
+        own.of.out_stride = 2 * PANEL;
+    }
+    return own;
+}
+
+/* Gates rows first .. end - 1 of the panels `panel` and the one before, which lie in a thread's lines. */
+void gate_rows(const Product *p, const Product *own, int64_t panel, int64_t first, int64_t end);
 
 #endif

@@ -14,6 +14,7 @@
 #define TILE_ROWS 16
 #define TILE_BYTES 1024
 #define PIECES 3
+#define STEP_LINES 33 /* cache lines of 2 KiB of weights, to be fetched in two, three or four portions */
 #define CHUNK_BYTES (1 << 20) /* of cut activations that all panels meet in turn: they stay in the second-level cache */
 
 typedef struct {
@@ -22,12 +23,13 @@ typedef struct {
     uint8_t rows[16];
 } TileConfig;
 
-/* All eight tiles 16 rows of 64 bytes. */
-static void configure_tiles(void) {
+/* All eight tiles 16 rows of 64 bytes, but those of activations and sums no more than there are rows: the unit's work grows
+   with them. Tile 7 always holds weights, and 6 does where there are rows enough for pairs. */
+static void configure_tiles(int64_t tile_rows) {
     TileConfig config __attribute__((aligned(64))) = {.palette = 1};
     for (int i = 0; i < 8; i++) {
         config.columns[i] = 64;
-        config.rows[i] = TILE_ROWS;
+        config.rows[i] = (uint8_t)(i == 7 ? TILE_ROWS : tile_rows);
     }
     __asm__ volatile("" ::: "memory"); /* the intrinsic does not say that it reads all of it */
     _tile_loadconfig(&config);
@@ -42,52 +44,58 @@ INLINE void store_upper_halves(uint16_t *to, vf low, vf high) {
 
 INLINE vf upper_half(vf x) { return (vf)((vu)x & 0xffff0000u); }
 
-/* One row of a tile: 32 floats into three pieces, each piece a tile further. */
-INLINE void cut(const float *x, uint16_t *to) {
+/* Rows of a tile of activations. */
+INLINE int64_t tile_rows(const Product *p) { return p->of.rows < TILE_ROWS ? p->of.rows : TILE_ROWS; }
+
+INLINE int64_t row_tile_bytes(const Product *p) {
+    int64_t depth = padded_depth(p->of.kind, p->of.depth);
+    return tile_rows(p) * depth * (p->of.kind == LEGATO_INT8 ? 1 : 2 * PIECES);
+}
+
+/* One row of a tile: 32 floats into three pieces, each piece a tile of `rows` rows further. */
+INLINE void cut(const float *x, uint16_t *to, int64_t rows) {
     vf low = load(x), high = load(x + 16);
     for (int piece = 0; piece < PIECES; piece++) {
         vf low_piece = upper_half(low), high_piece = upper_half(high);
-        store_upper_halves(to + piece * TILE_BYTES / 2, low_piece, high_piece);
+        store_upper_halves(to + piece * rows * 32, low_piece, high_piece);
         low -= low_piece;
         high -= high_piece;
     }
 }
 
-/* A row tile of x: [depth / 32][pieces][16][32]. */
-static void cut_tile(const void *arguments, int64_t tile, int64_t thread) {
-    const Product *p = arguments;
-    int64_t steps = padded_depth(LEGATO_BFLOAT16, p->depth) / 32;
-    (void)thread;
-    for (int64_t row = tile * TILE_ROWS; row < (tile + 1) * TILE_ROWS; row++) {
-        uint16_t *to = (uint16_t *)p->scratch + tile * steps * PIECES * TILE_BYTES / 2 + row % TILE_ROWS * 32;
-        const float *x = p->x + row * p->x_stride;
-        for (int64_t step = 0; step < steps; step++, to += PIECES * TILE_BYTES / 2) {
-            int64_t count = row < p->rows ? p->depth - step * 32 : 0;
+/* A row tile of x: [depth / 32][pieces][tile rows][32]. */
+static void cut_tile(const Product *p, int64_t tile) {
+    int64_t steps = padded_depth(LEGATO_BFLOAT16, p->of.depth) / 32, rows = tile_rows(p);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t row = tile * TILE_ROWS + r;
+        uint16_t *to = (uint16_t *)((char *)p->scratch + tile * row_tile_bytes(p)) + r * 32;
+        const float *x = p->of.x + row * p->of.x_stride;
+        for (int64_t step = 0; step < steps; step++, to += PIECES * rows * 32) {
+            int64_t count = row < p->of.rows ? p->of.depth - step * 32 : 0;
             if (count >= 32) {
-                cut(x + step * 32, to);
+                cut(x + step * 32, to, rows);
             } else {
                 float line[32] = {0};
                 if (count > 0) memcpy(line, x + step * 32, count * sizeof(float));
-                cut(line, to);
+                cut(line, to, rows);
             }
         }
     }
 }
 
-/* A row tile of x in whole numbers: [depth / 64][16][64]. */
-static void round_tile(const void *arguments, int64_t tile, int64_t thread) {
-    const Product *p = arguments;
-    int64_t steps = padded_depth(LEGATO_INT8, p->depth) / 64;
-    (void)thread;
-    for (int64_t row = tile * TILE_ROWS; row < (tile + 1) * TILE_ROWS; row++) {
-        int8_t *to = (int8_t *)p->scratch + tile * steps * TILE_BYTES + row % TILE_ROWS * 64;
-        const float *x = p->x + row * p->x_stride;
-        float scale = row < p->rows ? row_scale(x, p->depth) : 0, inverse = scale > 0 ? 1 / scale : 0;
-        if (row < p->rows) p->row_scales[row] = scale;
-        for (int64_t step = 0; step < steps; step++, to += TILE_BYTES)
+/* A row tile of x in whole numbers: [depth / 64][tile rows][64]. */
+static void round_tile(const Product *p, int64_t tile) {
+    int64_t steps = padded_depth(LEGATO_INT8, p->of.depth) / 64, rows = tile_rows(p);
+    for (int64_t r = 0; r < rows; r++) {
+        int64_t row = tile * TILE_ROWS + r;
+        int8_t *to = (int8_t *)p->scratch + tile * row_tile_bytes(p) + r * 64;
+        const float *x = p->of.x + row * p->of.x_stride;
+        float scale = row < p->of.rows ? row_scale(x, p->of.depth) : 0, inverse = scale > 0 ? 1 / scale : 0;
+        if (row < p->of.rows) p->row_scales[row] = scale;
+        for (int64_t step = 0; step < steps; step++, to += rows * 64)
             for (int64_t k = step * 64; k < step * 64 + 64; k += 16) {
                 __m512 values = _mm512_setzero_ps();
-                int64_t count = row < p->rows ? p->depth - k : 0;
+                int64_t count = row < p->of.rows ? p->of.depth - k : 0;
                 if (count > 0) values = _mm512_maskz_loadu_ps(count >= 16 ? 0xffff : (1u << count) - 1, x + k);
                 __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(values, _mm512_set1_ps(inverse)));
                 _mm_storeu_si128((__m128i *)(to + k - step * 64), _mm512_cvtsepi32_epi8(whole));
@@ -95,13 +103,22 @@ static void round_tile(const void *arguments, int64_t tile, int64_t thread) {
     }
 }
 
+static void prepare_tile(const void *arguments, int64_t tile, int64_t thread) {
+    const Product *p = arguments;
+    (void)thread;
+    if (p->of.kind == LEGATO_INT8)
+        round_tile(p, tile);
+    else
+        cut_tile(p, tile);
+}
+
 INLINE void finish_tile(const Product *p, int64_t row, int64_t column, const float tile[TILE_ROWS][16]) {
-    int64_t rows = p->rows - row < TILE_ROWS ? p->rows - row : TILE_ROWS;
-    if (p->kind == LEGATO_INT8 || p->bias || column + 16 > p->columns) {
+    int64_t rows = p->of.rows - row < TILE_ROWS ? p->of.rows - row : TILE_ROWS;
+    if (p->of.kind == LEGATO_INT8 || p->of.bias || columns_from(p, column) < 16) {
         for (int64_t r = 0; r < rows; r++) finish_line(p, row + r, column, 16, tile[r]);
         return;
     }
-    for (int64_t r = 0; r < rows; r++) store(p->out + (row + r) * p->out_stride + column, load(tile[r]));
+    for (int64_t r = 0; r < rows; r++) store(place_of(p, row + r, column), load(tile[r]));
 }
 
 INLINE void whole_to_float(float tile[TILE_ROWS][16]) {
@@ -111,27 +128,36 @@ INLINE void whole_to_float(float tile[TILE_ROWS][16]) {
     }
 }
 
+/* Tiles 0 to 3. */
+INLINE void zero_sums(void) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+}
+
+INLINE void store_sums(float tile[4][TILE_ROWS][16]) {
+    _tile_stored(0, tile[0], 64);
+    _tile_stored(1, tile[1], 64);
+    _tile_stored(2, tile[2], 64);
+    _tile_stored(3, tile[3], 64);
+}
+
 /* The panel that comes next, fetched a little with every step of this one, so that memory never rests. */
 typedef struct {
     const char *next;
     int64_t lines_per_step;
 } Fetch;
 
-INLINE const char *fetch_lines(const char *next, int64_t lines) {
-    for (int64_t line = 0; line < lines; line++) _mm_prefetch(next + line * 64, _MM_HINT_T1);
-    return next + lines * 64;
-}
+#define FETCH_LINES(fetch, lines, hint) \
+    for (int64_t line = 0; line < (lines); line++, (fetch).next += 64) _mm_prefetch((fetch).next, hint)
 
 /* 32 rows × 32 columns: four sums, to which all three pieces are added. */
 static void bfloat16_pair(
     const Product *p, const char *x, int64_t x_bytes, const char *panel, int64_t row, int64_t column, Fetch fetch) {
-    int64_t steps = padded_depth(LEGATO_BFLOAT16, p->depth) / 32;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    int64_t steps = padded_depth(LEGATO_BFLOAT16, p->of.depth) / 32;
+    zero_sums();
     for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES) {
-        fetch.next = fetch_lines(fetch.next, fetch.lines_per_step);
         _tile_loadd(6, panel, 2 * 64);
         _tile_loadd(7, panel + 64, 2 * 64);
         for (int piece = 0; piece < PIECES; piece++, x += TILE_BYTES) {
@@ -139,47 +165,43 @@ static void bfloat16_pair(
             _tile_loadd(5, x + x_bytes, 64);
             _tile_dpbf16ps(0, 4, 6);
             _tile_dpbf16ps(1, 4, 7);
+            FETCH_LINES(fetch, fetch.lines_per_step / 3, _MM_HINT_T0);
             _tile_dpbf16ps(2, 5, 6);
             _tile_dpbf16ps(3, 5, 7);
         }
     }
     float tile[4][TILE_ROWS][16] __attribute__((aligned(64)));
-    _tile_stored(0, tile[0], 64);
-    _tile_stored(1, tile[1], 64);
-    _tile_stored(2, tile[2], 64);
-    _tile_stored(3, tile[3], 64);
+    store_sums(tile);
     for (int i = 0; i < 4; i++) finish_tile(p, row + i / 2 * TILE_ROWS, column + i % 2 * 16, tile[i]);
 }
 
 /* 16 rows × 32 columns: two sums for each half, so that none waits for itself; x is loaded once for both. */
 static void bfloat16_single(
     const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch fetch) {
-    int64_t steps = padded_depth(LEGATO_BFLOAT16, p->depth) / 32;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += PIECES * TILE_BYTES) {
-        fetch.next = fetch_lines(fetch.next, fetch.lines_per_step);
+    int64_t steps = padded_depth(LEGATO_BFLOAT16, p->of.depth) / 32, piece = tile_rows(p) * 64;
+    zero_sums();
+    for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += PIECES * piece) {
+        int64_t lines = fetch.lines_per_step / 4; /* at a time: many at once would hold up the loads after them */
         _tile_loadd(7, panel, 2 * 64);
+        FETCH_LINES(fetch, lines, _MM_HINT_T0);
         _tile_loadd(4, x, 64);
         _tile_dpbf16ps(0, 4, 7);
-        _tile_loadd(5, x + TILE_BYTES, 64);
+        FETCH_LINES(fetch, lines, _MM_HINT_T0);
+        _tile_loadd(5, x + piece, 64);
         _tile_dpbf16ps(1, 5, 7);
-        _tile_loadd(6, x + 2 * TILE_BYTES, 64);
+        _tile_loadd(6, x + 2 * piece, 64);
         _tile_dpbf16ps(0, 6, 7);
         _tile_loadd(7, panel + 64, 2 * 64);
+        FETCH_LINES(fetch, lines, _MM_HINT_T0);
         _tile_dpbf16ps(2, 4, 7);
         _tile_dpbf16ps(3, 5, 7);
+        FETCH_LINES(fetch, lines, _MM_HINT_T0);
         _tile_dpbf16ps(2, 6, 7);
     }
     float tile[4][TILE_ROWS][16] __attribute__((aligned(64)));
-    _tile_stored(0, tile[0], 64);
-    _tile_stored(1, tile[1], 64);
-    _tile_stored(2, tile[2], 64);
-    _tile_stored(3, tile[3], 64);
+    store_sums(tile);
     for (int half = 0; half < 2; half++) {
-        for (int r = 0; r < TILE_ROWS; r++)
+        for (int r = 0; r < tile_rows(p); r++)
             store(tile[2 * half][r], load(tile[2 * half + 1][r]) + load(tile[2 * half][r]));
         finish_tile(p, row, column + 16 * half, tile[2 * half]);
     }
@@ -187,13 +209,10 @@ static void bfloat16_single(
 
 static void int8_pair(
     const Product *p, const char *x, int64_t x_bytes, const char *panel, int64_t row, int64_t column, Fetch fetch) {
-    int64_t steps = padded_depth(LEGATO_INT8, p->depth) / 64;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
+    int64_t steps = padded_depth(LEGATO_INT8, p->of.depth) / 64;
+    zero_sums();
     for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += TILE_BYTES) {
-        fetch.next = fetch_lines(fetch.next, fetch.lines_per_step);
+        FETCH_LINES(fetch, fetch.lines_per_step, _MM_HINT_T0);
         _tile_loadd(6, panel, 2 * 64);
         _tile_loadd(7, panel + 64, 2 * 64);
         _tile_loadd(4, x, 64);
@@ -204,10 +223,7 @@ static void int8_pair(
         _tile_dpbssd(3, 5, 7);
     }
     float tile[4][TILE_ROWS][16] __attribute__((aligned(64)));
-    _tile_stored(0, tile[0], 64);
-    _tile_stored(1, tile[1], 64);
-    _tile_stored(2, tile[2], 64);
-    _tile_stored(3, tile[3], 64);
+    store_sums(tile);
     for (int i = 0; i < 4; i++) {
         whole_to_float(tile[i]);
         finish_tile(p, row + i / 2 * TILE_ROWS, column + i % 2 * 16, tile[i]);
@@ -216,20 +232,19 @@ static void int8_pair(
 
 static void int8_single(
     const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch fetch) {
-    int64_t steps = padded_depth(LEGATO_INT8, p->depth) / 64;
-    _tile_zero(0);
-    _tile_zero(1);
-    for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += TILE_BYTES) {
-        fetch.next = fetch_lines(fetch.next, fetch.lines_per_step);
-        _tile_loadd(6, panel, 2 * 64);
-        _tile_loadd(7, panel + 64, 2 * 64);
+    int64_t steps = padded_depth(LEGATO_INT8, p->of.depth) / 64;
+    zero_sums();
+    for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += tile_rows(p) * 64) {
         _tile_loadd(4, x, 64);
-        _tile_dpbssd(0, 4, 6);
+        _tile_loadd(7, panel, 2 * 64);
+        FETCH_LINES(fetch, fetch.lines_per_step / 2, _MM_HINT_T0);
+        _tile_dpbssd(0, 4, 7);
+        _tile_loadd(7, panel + 64, 2 * 64);
+        FETCH_LINES(fetch, fetch.lines_per_step / 2, _MM_HINT_T0);
         _tile_dpbssd(1, 4, 7);
     }
-    float tile[2][TILE_ROWS][16] __attribute__((aligned(64)));
-    _tile_stored(0, tile[0], 64);
-    _tile_stored(1, tile[1], 64);
+    float tile[4][TILE_ROWS][16] __attribute__((aligned(64)));
+    store_sums(tile);
     for (int i = 0; i < 2; i++) {
         whole_to_float(tile[i]);
         finish_tile(p, row, column + i * 16, tile[i]);
@@ -240,8 +255,8 @@ static void int8_single(
 static void panel_rows(const Product *p, int64_t panel, int64_t first, int64_t last, int64_t x_bytes, Fetch fetch) {
     int64_t column = panel * PANEL;
     const char *weights = panel_of(p, column), *x = (const char *)p->scratch + first * x_bytes;
-    int int8 = p->kind == LEGATO_INT8;
-    int64_t pass_bytes = padded_depth(p->kind, p->depth) / (int8 ? 64 : 32) * fetch.lines_per_step * 64;
+    int int8 = p->of.kind == LEGATO_INT8;
+    int64_t pass_bytes = padded_depth(p->of.kind, p->of.depth) / (int8 ? 64 : 32) * fetch.lines_per_step * 64;
     for (int64_t tile = first; tile < last; tile += 2, x += 2 * x_bytes, fetch.next += pass_bytes) {
         int64_t row = tile * TILE_ROWS;
         if (tile + 1 < last && int8)
@@ -258,31 +273,45 @@ static void panel_rows(const Product *p, int64_t panel, int64_t first, int64_t l
 static Fetch fetch_after(const Product *p, int64_t panel, int64_t end, int64_t row_tiles) {
     /* A step goes 2 KiB down the panel, which each pair of row tiles does once. */
     int64_t passes = tiles_of(row_tiles, 2);
-    int64_t lines = panel + 1 < end ? tiles_of(2 * TILE_BYTES / 64, passes) : 0;
+    if (passes == 1) return (Fetch){panel_of(p, panel * PANEL) + FETCH_AHEAD, STEP_LINES};
+    int64_t lines = panel + 1 < end ? tiles_of(STEP_LINES, 3 * passes) * 3 : 0;
     return (Fetch){panel_of(p, (panel + 1) * PANEL), lines};
+}
+
+/* Few rows are cut, or rounded, by each thread for itself: that takes less time than to get them from another's cache. */
+static Product of_thread(const Product *p, int64_t thread) {
+    Product own = with_lines(p, thread);
+    if (!p->prepared) return own;
+    own.scratch = (char *)p->scratch + thread * scratch_bytes(p->of.kind, p->of.rows, p->of.depth);
+    own.row_scales = row_scales_in(p, own.scratch);
+    if (!p->prepared[thread]) {
+        for (int64_t tile = 0; tile < tiles_of(p->of.rows, TILE_ROWS); tile++) prepare_tile(&own, tile, thread);
+        p->prepared[thread] = 1;
+    }
+    return own;
 }
 
 static void tiles_chunk(const void *arguments, int64_t chunk, int64_t thread) {
     const Product *p = arguments;
-    int64_t depth = padded_depth(p->kind, p->depth), row_tiles = tiles_of(p->rows, TILE_ROWS);
-    int64_t x_bytes = TILE_ROWS * depth * (p->kind == LEGATO_INT8 ? 1 : 2 * PIECES);
+    Product own = of_thread(p, thread);
+    int64_t row_tiles = tiles_of(p->of.rows, TILE_ROWS), x_bytes = row_tile_bytes(p);
     int64_t most_tiles = CHUNK_BYTES / x_bytes / 2 * 2;
     if (most_tiles < 2) most_tiles = 2;
-    int64_t panels = tiles_of(p->columns, PANEL);
-    (void)thread;
-    configure_tiles();
+    Range panels = panels_of_chunk(p, chunk);
+    configure_tiles(tile_rows(p));
     for (int64_t first = 0; first < row_tiles; first += most_tiles) {
-        int64_t last = first + most_tiles < row_tiles ? first + most_tiles : row_tiles;
-        int64_t panel = chunk * p->chunk_panels, end = panel + p->chunk_panels;
-        if (end > panels) end = panels;
-        for (; panel < end; panel++)
-            panel_rows(p, panel, first, last, x_bytes, fetch_after(p, panel, end, last - first));
+        int64_t last = lesser(first + most_tiles, row_tiles);
+        for (int64_t panel = panels.first; panel < panels.end; panel++) {
+            panel_rows(&own, panel, first, last, x_bytes, fetch_after(p, panel, panels.end, last - first));
+            if (p->of.gated && panel % 2)
+                gate_rows(p, &own, panel, first * TILE_ROWS, lesser(last * TILE_ROWS, p->of.rows));
+        }
     }
     _tile_release(); /* the system need not save them any more */
 }
 
 void multiply_by_tiles(Pool *pool, const Product *p) {
-    run_chunks(pool, tiles_of(p->rows, TILE_ROWS), p->kind == LEGATO_INT8 ? round_tile : cut_tile, p);
+    if (!p->prepared) run_chunks(pool, tiles_of(p->of.rows, TILE_ROWS), prepare_tile, p);
     run_chunks(pool, num_chunks(p), tiles_chunk, p);
 }
 #endif

@@ -23,4 +23,36 @@ static inline int64_t chunk_size(const Pool *pool, int64_t count, int64_t least)
     return size > least ? size : least;
 }
 
+/* `count` things divided into chunks that become smaller (factoring: Hummel, Schonberg and Flynn, 1992): each round, all
+   threads together take half of what is left, so long runs of memory come first and nobody waits long for the last. */
+typedef struct {
+    int64_t first, end;
+} Range;
+
+/* The range of chunk `chunk`, empty past the last. */
+static inline Range factored_chunk(int64_t count, int64_t threads, int64_t chunk) {
+    for (int64_t first = 0; first < count; chunk -= threads) {
+        int64_t size = (count - first + 2 * threads - 1) / (2 * threads);
+        if (chunk < threads) {
+            first += chunk * size;
+            if (first >= count) break;
+            return (Range){first, first + size < count ? first + size : count};
+        }
+        first += threads * size;
+    }
+    return (Range){count, count};
+}
+
+static inline int64_t num_factored_chunks(int64_t count, int64_t threads) {
+    int64_t first = 0, chunks = 0;
+    while (first < count) {
+        int64_t size = (count - first + 2 * threads - 1) / (2 * threads);
+        int64_t in_round = (count - first + size - 1) / size;
+        in_round = in_round < threads ? in_round : threads;
+        chunks += in_round;
+        first += in_round * size;
+    }
+    return chunks;
+}
+
 #endif

@@ -24,6 +24,8 @@ typedef int32_t vi __attribute__((vector_size(4 * LANES)));
 typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES))); /* the upper halves of floats: bfloat16 */
 
+INLINE int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
+
 INLINE vf load(const float *p) {
     vf v;
     memcpy(&v, p, sizeof v);
