@@ -13,6 +13,8 @@
 #define MOST_HEADS 32 /* K/V heads that a thread takes at once */
 #define MOST_ROWS 48 /* of a tile: what Q, scores and output take stays in the second-level cache */
 #define ROWS 6       /* of a register tile */
+#define FEW_ROWS 4   /* as in decoding */
+#define KEYS_AT_ONCE 4
 #define BLOCK_VECTORS (KEYS / LANES)
 #define WIDTH_VECTORS (LANES == 16 ? 4 : 2) /* of V, per register tile */
 
@@ -56,34 +58,11 @@ static void find_block(const Pages *p, int64_t first, int64_t last, Block *block
     }
 }
 
-/* Goes through the rows of a block that is to come, all heads, a few lines at a time: spread over the work on the present
-   block, memory and arithmetic go on together, while many at once would wait for one another. */
-typedef struct {
-    const char *storage;
-    const int64_t *at;
-    int64_t size, rows, row, row_bytes, byte;
-} Cursor;
-
-static Cursor cursor_over(const Pages *p, const int64_t *at, int64_t count) {
-    int64_t size = p->bf16 ? 2 : 4;
-    return (Cursor){p->storage, at, size, count, 0, p->kv_width * size, 0};
-}
-
-INLINE void fetch(Cursor *c, int64_t lines) {
-    for (; lines > 0 && c->row < c->rows; lines--) {
-        __builtin_prefetch(c->storage + c->at[c->row] * c->size + c->byte, 0, 2);
-        c->byte += 64;
-        if (c->byte >= c->row_bytes) {
-            c->byte = 0;
-            c->row++;
-        }
-    }
-}
-
-/* Lines for each of `times`, so that `heads` such rounds fetch all of a block's K, or V. */
-static int64_t lines_each(const Pages *p, int64_t heads, int64_t times) {
-    int64_t lines = KEYS * (p->kv_width * (p->bf16 ? 2 : 4) + 63) / 64;
-    return (lines + heads * times - 1) / (heads * times);
+/* Asks for one head's row of the block that is to come. Spread over the work on the present block, a row for each that is
+   read, memory and arithmetic go on together, while many at once would wait for one another. */
+INLINE void fetch_row(const void *base, int64_t at, int64_t head_dim, int bf16) {
+    const char *row = (const char *)base + at * (bf16 ? 2 : 4);
+    for (int64_t byte = 0; byte < head_dim * (bf16 ? 2 : 4); byte += 64) __builtin_prefetch(row + byte, 0, 2);
 }
 
 INLINE vf load_stored(const void *base, int64_t at, int bf16) {
@@ -91,15 +70,18 @@ INLINE vf load_stored(const void *base, int64_t at, int bf16) {
 }
 
 INLINE void transpose_keys(
-    const void *base, const int64_t *key_at, int64_t head_dim, int bf16, float *out, Cursor *next, int64_t lines) {
-    for (int64_t d = 0; d + LANES <= head_dim; d += LANES)
-        for (int b = 0; b < BLOCK_VECTORS; b++) {
-            fetch(next, lines);
+    const void *base, const int64_t *key_at, const int64_t *next_at, int64_t head_dim, int bf16, float *out) {
+    for (int b = 0; b < BLOCK_VECTORS; b++) {
+        const int64_t *at = key_at + b * LANES, *next = next_at + b * LANES;
+        for (int64_t d = 0; d + LANES <= head_dim; d += LANES) {
             vf rows[LANES];
-            UNROLL for (int i = 0; i < LANES; i++) rows[i] = load_stored(base, key_at[b * LANES + i] + d, bf16);
+            UNROLL for (int i = 0; i < LANES; i++) rows[i] = load_stored(base, at[i] + d, bf16);
+            UNROLL for (int i = 0; i < LANES; i++)
+                __builtin_prefetch((const char *)base + (next[i] + d) * (bf16 ? 2 : 4), 0, 2);
             transpose(rows);
             UNROLL for (int i = 0; i < LANES; i++) store(out + (d + i) * KEYS + b * LANES, rows[i]);
         }
+    }
     for (int64_t d = head_dim / LANES * LANES; d < head_dim; d++)
         for (int i = 0; i < KEYS; i++) {
             int64_t at = key_at[i] + d;
@@ -107,12 +89,10 @@ INLINE void transpose_keys(
         }
 }
 
-INLINE void score_rows(
-    const float *query, const float *keys, int64_t head_dim, int rows, float *scores, Cursor *next, int64_t lines) {
+INLINE void score_rows(const float *query, const float *keys, int64_t head_dim, int rows, float *scores) {
     vf acc[ROWS][BLOCK_VECTORS] = {0};
     for (int64_t d = 0; d < head_dim; d++) {
         vf k[BLOCK_VECTORS];
-        fetch(next, lines);
         UNROLL for (int b = 0; b < BLOCK_VECTORS; b++) k[b] = load(keys + d * KEYS + b * LANES);
         UNROLL for (int r = 0; r < ROWS; r++) {
             if (r >= rows) break;
@@ -126,18 +106,51 @@ INLINE void score_rows(
     }
 }
 
-static void score(const Tile *t, int64_t rows, int64_t head_dim, Cursor *next, int64_t lines) {
+static void score(const Tile *t, int64_t rows, int64_t head_dim) {
     int64_t r = 0;
-    for (; r + ROWS <= rows; r += ROWS, lines = 0)
-        score_rows(t->query + r * head_dim, t->keys, head_dim, ROWS, t->scores + r * KEYS, next, lines);
+    for (; r + ROWS <= rows; r += ROWS) score_rows(t->query + r * head_dim, t->keys, head_dim, ROWS, t->scores + r * KEYS);
     const float *query = t->query + r * head_dim;
     float *scores = t->scores + r * KEYS;
     switch (rows - r) {
-    case 1: score_rows(query, t->keys, head_dim, 1, scores, next, lines); break;
-    case 2: score_rows(query, t->keys, head_dim, 2, scores, next, lines); break;
-    case 3: score_rows(query, t->keys, head_dim, 3, scores, next, lines); break;
-    case 4: score_rows(query, t->keys, head_dim, 4, scores, next, lines); break;
-    case 5: score_rows(query, t->keys, head_dim, 5, scores, next, lines); break;
+    case 1: score_rows(query, t->keys, head_dim, 1, scores); break;
+    case 2: score_rows(query, t->keys, head_dim, 2, scores); break;
+    case 3: score_rows(query, t->keys, head_dim, 3, scores); break;
+    case 4: score_rows(query, t->keys, head_dim, 4, scores); break;
+    case 5: score_rows(query, t->keys, head_dim, 5, scores); break;
+    }
+}
+
+/* Scores of few rows, each key's product with a query summed across its own lanes: to lay keys side by side first, as
+   above, takes longer than all the rest when only few rows make use of it. head_dim is a multiple of LANES. */
+INLINE void score_few_rows(
+    const float *query, const void *base, const int64_t *key_at, const int64_t *next_at, int64_t head_dim, int rows,
+    int bf16, float *scores) {
+    for (int b = 0; b < KEYS; b += LANES) {
+        vf sums[FEW_ROWS][LANES];
+        for (int key = 0; key < LANES; key += KEYS_AT_ONCE) {
+            const int64_t *at = key_at + b + key, *next = next_at + b + key;
+            vf acc[FEW_ROWS][KEYS_AT_ONCE] = {0};
+            for (int64_t d = 0; d < head_dim; d += LANES) {
+                vf k[KEYS_AT_ONCE];
+                UNROLL for (int i = 0; i < KEYS_AT_ONCE; i++) {
+                    k[i] = load_stored(base, at[i] + d, bf16);
+                    __builtin_prefetch((const char *)base + (next[i] + d) * (bf16 ? 2 : 4), 0, 2);
+                }
+                UNROLL for (int r = 0; r < FEW_ROWS; r++) {
+                    if (r >= rows) break;
+                    vf q = load(query + r * head_dim + d);
+                    UNROLL for (int i = 0; i < KEYS_AT_ONCE; i++) acc[r][i] += q * k[i];
+                }
+            }
+            UNROLL for (int r = 0; r < FEW_ROWS; r++) {
+                if (r >= rows) break;
+                UNROLL for (int i = 0; i < KEYS_AT_ONCE; i++) sums[r][key + i] = acc[r][i];
+            }
+        }
+        UNROLL for (int r = 0; r < FEW_ROWS; r++) {
+            if (r >= rows) break;
+            store(scores + r * KEYS + b, sum_each(sums[r]));
+        }
     }
 }
 
@@ -181,7 +194,7 @@ INLINE void soften_row(
 
 INLINE void gather_rows(
     const Tile *t, const void *base, const int64_t *value_at, int64_t row, int rows, int64_t d, int64_t head_dim,
-    int64_t count, int bf16, int vectors) {
+    int64_t count, int bf16, int vectors, const int64_t *next_at) {
     vf acc[ROWS][WIDTH_VECTORS];
     UNROLL for (int r = 0; r < ROWS; r++) {
         if (r >= rows) break;
@@ -192,6 +205,7 @@ INLINE void gather_rows(
     }
     for (int64_t key = 0; key < count; key++) {
         vf value[WIDTH_VECTORS];
+        if (next_at) fetch_row(base, next_at[key], head_dim, bf16);
         UNROLL for (int v = 0; v < WIDTH_VECTORS; v++) {
             if (v >= vectors) break;
             value[v] = load_stored(base, value_at[key] + d + v * LANES, bf16);
@@ -215,13 +229,14 @@ INLINE void gather_rows(
 }
 
 INLINE void gather_width(
-    const Tile *t, const void *base, const int64_t *value_at, int64_t row, int rows, int64_t head_dim, int64_t count,
-    int bf16) {
+    const Tile *t, const void *base, const int64_t *value_at, const int64_t *next_at, int64_t row, int rows,
+    int64_t head_dim, int64_t count, int bf16) {
     int64_t d = 0;
-    for (; d + WIDTH_VECTORS * LANES <= head_dim; d += WIDTH_VECTORS * LANES)
-        gather_rows(t, base, value_at, row, rows, d, head_dim, count, bf16, WIDTH_VECTORS);
-    for (; d + LANES <= head_dim; d += LANES)
-        gather_rows(t, base, value_at, row, rows, d, head_dim, count, bf16, 1);
+    if (row) next_at = NULL; /* once is enough */
+    for (; d + WIDTH_VECTORS * LANES <= head_dim; d += WIDTH_VECTORS * LANES, next_at = NULL)
+        gather_rows(t, base, value_at, row, rows, d, head_dim, count, bf16, WIDTH_VECTORS, next_at);
+    for (; d + LANES <= head_dim; d += LANES, next_at = NULL)
+        gather_rows(t, base, value_at, row, rows, d, head_dim, count, bf16, 1, next_at);
     for (; d < head_dim; d++)
         for (int r = 0; r < rows; r++) {
             float total = t->out[(row + r) * head_dim + d];
@@ -235,58 +250,72 @@ INLINE void gather_width(
 }
 
 INLINE void gather(
-    const Tile *t, const void *base, const int64_t *value_at, int64_t rows, int64_t head_dim, int64_t count, int bf16) {
+    const Tile *t, const void *base, const int64_t *value_at, const int64_t *next_at, int64_t rows, int64_t head_dim,
+    int64_t count, int bf16) {
     int64_t r = 0;
-    for (; r + ROWS <= rows; r += ROWS) gather_width(t, base, value_at, r, ROWS, head_dim, count, bf16);
+    for (; r + ROWS <= rows; r += ROWS) gather_width(t, base, value_at, next_at, r, ROWS, head_dim, count, bf16);
     switch (rows - r) {
-    case 1: gather_width(t, base, value_at, r, 1, head_dim, count, bf16); break;
-    case 2: gather_width(t, base, value_at, r, 2, head_dim, count, bf16); break;
-    case 3: gather_width(t, base, value_at, r, 3, head_dim, count, bf16); break;
-    case 4: gather_width(t, base, value_at, r, 4, head_dim, count, bf16); break;
-    case 5: gather_width(t, base, value_at, r, 5, head_dim, count, bf16); break;
+    case 1: gather_width(t, base, value_at, next_at, r, 1, head_dim, count, bf16); break;
+    case 2: gather_width(t, base, value_at, next_at, r, 2, head_dim, count, bf16); break;
+    case 3: gather_width(t, base, value_at, next_at, r, 3, head_dim, count, bf16); break;
+    case 4: gather_width(t, base, value_at, next_at, r, 4, head_dim, count, bf16); break;
+    case 5: gather_width(t, base, value_at, next_at, r, 5, head_dim, count, bf16); break;
     }
 }
 
 /* What one head's queries gather from a block. Row = query × group + head of the group. */
 INLINE void attend_to_block(
-    const Tile *t, const void *storage, const Block *block, int64_t queries, int64_t group, int64_t last_visible,
-    int64_t window, float softcap, int64_t head_dim, int bf16, Cursor next[2], const int64_t lines[2]) {
-    transpose_keys(storage, block->key_at, head_dim, bf16, t->keys, &next[0], lines[0]);
-    score(t, queries * group, head_dim, &next[1], lines[1]);
+    const Tile *t, const void *storage, const Block *block, const Block *next, int64_t queries, int64_t group,
+    int64_t last_visible, int64_t window, float softcap, int64_t head_dim, int bf16) {
+    int64_t rows = queries * group;
+    const int64_t *at = block->key_at, *next_at = next->key_at;
+    if (head_dim % LANES == 0 && rows <= FEW_ROWS) {
+        switch (rows) {
+        case 1: score_few_rows(t->query, storage, at, next_at, head_dim, 1, bf16, t->scores); break;
+        case 2: score_few_rows(t->query, storage, at, next_at, head_dim, 2, bf16, t->scores); break;
+        case 3: score_few_rows(t->query, storage, at, next_at, head_dim, 3, bf16, t->scores); break;
+        case 4: score_few_rows(t->query, storage, at, next_at, head_dim, 4, bf16, t->scores); break;
+        }
+    } else {
+        transpose_keys(storage, at, next_at, head_dim, bf16, t->keys);
+        score(t, rows, head_dim);
+    }
     for (int64_t query = 0; query < queries; query++, last_visible++) {
         int64_t first_visible = window > 0 ? last_visible - window + 1 : 0;
         for (int64_t head = 0; head < group; head++)
             soften_row(t, query * group + head, first_visible, last_visible, softcap, head_dim);
     }
-    gather(t, storage, block->value_at, queries * group, head_dim, block->count, bf16);
+    gather(t, storage, block->value_at, next->value_at, rows, head_dim, block->count, bf16);
+}
+
+INLINE int64_t first_visible_key(int64_t position, int64_t window) {
+    return window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
 }
 
 /* Queries at positions position .. position + queries - 1; K/V heads first_head .. first_head + heads - 1, `group` heads
-   each. All heads go over a block before the next: their K and V lie side by side in memory. */
+   each. All heads go over a block before the next: their K and V lie side by side in memory. `following` is the block that
+   this thread is likely to go on with. */
 static void attend(
     const Tile *tiles, const Pages *p, int64_t position, int64_t queries, int64_t group, int64_t first_head,
-    int64_t heads, int64_t window, float softcap) {
-    int64_t last_key = position + queries - 1, size = p->bf16 ? 2 : 4;
-    int64_t first_key = window > 0 && position - window + 1 > 0 ? position - window + 1 : 0;
-    int64_t groups = p->head_dim / LANES * BLOCK_VECTORS; /* of a transposition; scores go element by element of a head */
-    int64_t lines[2] = {lines_each(p, heads, groups > 0 ? groups : 1), lines_each(p, heads, p->head_dim)};
+    int64_t heads, int64_t window, float softcap, const Block *following) {
+    int64_t last_key = position + queries - 1, first_key = first_visible_key(position, window), size = p->bf16 ? 2 : 4;
     Block blocks[2];
     find_block(p, first_key, last_key, &blocks[0]);
     for (int64_t key = first_key, i = 0; key <= last_key; key += KEYS, i ^= 1) {
-        Block *block = &blocks[i], *next = &blocks[i ^ 1];
-        next->count = 0;
-        if (key + KEYS <= last_key) find_block(p, key + KEYS, last_key, next);
-        Cursor cursors[2] = {cursor_over(p, next->key_at, next->count), cursor_over(p, next->value_at, next->count)};
+        const Block *block = &blocks[i], *next = following;
+        if (key + KEYS <= last_key) {
+            find_block(p, key + KEYS, last_key, &blocks[i ^ 1]);
+            next = &blocks[i ^ 1];
+        }
         for (int64_t h = 0; h < heads; h++) {
             const char *storage = p->storage + (first_head + h) * p->head_dim * size;
+            int64_t last_visible = position - key;
             if (p->bf16)
                 attend_to_block(
-                    &tiles[h], storage, block, queries, group, position - key, window, softcap, p->head_dim, 1,
-                    cursors, lines);
+                    &tiles[h], storage, block, next, queries, group, last_visible, window, softcap, p->head_dim, 1);
             else
                 attend_to_block(
-                    &tiles[h], storage, block, queries, group, position - key, window, softcap, p->head_dim, 0,
-                    cursors, lines);
+                    &tiles[h], storage, block, next, queries, group, last_visible, window, softcap, p->head_dim, 0);
         }
     }
 }
@@ -363,33 +392,63 @@ static Item *cut_into_items(const int64_t *cu_seqlens_q, int64_t requests, int64
 typedef struct {
     const Attention *attention;
     const Item *items;
-    int64_t heads_at_once, tile_rows, thread_floats;
+    int64_t num_chunks, threads, heads_at_once, tile_rows, thread_floats;
     float *memory; /* thread_floats for each thread */
 } Work;
 
 /* Some K/V heads of one item. */
+typedef struct {
+    Item item;
+    int64_t first_head, token, position; /* the first query's */
+    Pages pages;
+} Part;
+
+static Part part_of(const Work *w, int64_t chunk) {
+    const Attention *a = w->attention;
+    int64_t parts = a->num_kv_heads / w->heads_at_once;
+    Item item = w->items[chunk / parts];
+    int64_t token = a->cu_seqlens_q[item.request] + item.first;
+    return (Part){
+        .item = item,
+        .first_head = chunk % parts * w->heads_at_once,
+        .token = token,
+        .position = a->seqused_k[item.request] - (a->cu_seqlens_q[item.request + 1] - token),
+        .pages = {a->cache, a->block_table + item.request * a->table_stride, a->page_size, a->block_rows,
+                  a->num_kv_heads * a->head_dim, a->head_dim, (int)a->bf16},
+    };
+}
+
+/* Where a part begins to read, as seen from the first head of another. */
+static void find_first_block(const Attention *a, const Part *part, int64_t first_head, Block *block) {
+    int64_t last_key = part->position + part->item.queries - 1;
+    find_block(&part->pages, first_visible_key(part->position, a->window), last_key, block);
+    for (int i = 0; i < KEYS; i++) {
+        block->key_at[i] += (part->first_head - first_head) * a->head_dim;
+        block->value_at[i] += (part->first_head - first_head) * a->head_dim;
+    }
+}
+
 static void attention_chunk(const void *arguments, int64_t chunk, int64_t thread) {
     const Work *w = arguments;
     const Attention *a = w->attention;
-    int64_t heads = w->heads_at_once, parts = a->num_kv_heads / heads, group = a->num_heads / a->num_kv_heads;
-    Item item = w->items[chunk / parts];
-    int64_t first_head = chunk % parts * heads;
-    int64_t token = a->cu_seqlens_q[item.request] + item.first;
-    int64_t position = a->seqused_k[item.request] - (a->cu_seqlens_q[item.request + 1] - token);
-    Pages pages = {
-        a->cache, a->block_table + item.request * a->table_stride, a->page_size, a->block_rows,
-        a->num_kv_heads * a->head_dim, a->head_dim, (int)a->bf16};
+    int64_t heads = w->heads_at_once, group = a->num_heads / a->num_kv_heads, head_dim = a->head_dim;
+    Part part = part_of(w, chunk), next = part_of(w, lesser(chunk + w->threads, w->num_chunks - 1));
+    int64_t queries = part.item.queries, first_query = part.first_head * group;
     Tile tiles[MOST_HEADS] = {0};
-    lay_out_tiles(tiles, heads, w->tile_rows, a->head_dim, w->memory + thread * w->thread_floats);
-    for (int64_t h = 0; h < heads; h++)
-        load_queries(
-            &tiles[h], a->query + token * a->query_stride + (first_head + h) * group * a->head_dim, a->query_stride,
-            item.queries, group, a->head_dim, a->scaling);
-    attend(tiles, &pages, position, item.queries, group, first_head, heads, a->window, a->softcap);
-    for (int64_t h = 0; h < heads; h++)
-        finish(
-            &tiles[h], item.queries, group, a->head_dim, a->sinks ? a->sinks + (first_head + h) * group : NULL,
-            a->out + token * a->out_stride + (first_head + h) * group * a->head_dim, a->out_stride);
+    Block following;
+    find_first_block(a, &next, part.first_head, &following);
+    lay_out_tiles(tiles, heads, w->tile_rows, head_dim, w->memory + thread * w->thread_floats);
+    for (int64_t h = 0; h < heads; h++) {
+        const float *query = a->query + part.token * a->query_stride + (first_query + h * group) * head_dim;
+        load_queries(&tiles[h], query, a->query_stride, queries, group, head_dim, a->scaling);
+    }
+    attend(
+        tiles, &part.pages, part.position, queries, group, part.first_head, heads, a->window, a->softcap, &following);
+    for (int64_t h = 0; h < heads; h++) {
+        float *out = a->out + part.token * a->out_stride + (first_query + h * group) * head_dim;
+        const float *sinks = a->sinks ? a->sinks + first_query + h * group : NULL;
+        finish(&tiles[h], queries, group, head_dim, sinks, out, a->out_stride);
+    }
 }
 
 /* No more than any request has: what decoding needs fits a near cache, and malloc need not ask the system for it. */
@@ -420,8 +479,9 @@ EXPORT int64_t legato_attention(Pool *pool, const Attention *a) {
     int64_t thread_floats = heads * tile_floats(tile_rows, a->head_dim) + shared_floats(tile_rows, a->head_dim);
     float *memory = aligned_alloc(64, round_up(num_threads(pool) * thread_floats * sizeof(float), 64));
     if (items && memory) {
-        Work work = {a, items, heads, tile_rows, thread_floats, memory};
-        run_chunks(pool, num_items * (a->num_kv_heads / heads), attention_chunk, &work);
+        int64_t chunks = num_items * (a->num_kv_heads / heads);
+        Work work = {a, items, chunks, num_threads(pool), heads, tile_rows, thread_floats, memory};
+        run_chunks(pool, chunks, attention_chunk, &work);
     }
     int64_t failed = !items || !memory;
     free(items);

@@ -174,6 +174,26 @@ INLINE vf vtanh(vf x) { return 1.0f - 2.0f / (vexp(2.0f * x) + 1.0f); }
         rows[i + s] = SHUFFLE(a, b, HIGH_##s);         \
     }
 
+/* rows[i] = the sums of lanes 2s apart in rows i and i + s, by turns: after all stages lane j of rows[0] is row j's sum. */
+#define FOLD(s)                                                                                  \
+    UNROLL for (int i = 0; i < LANES; i += 2 * s) {                                              \
+        vf a = rows[i], b = rows[i + s];                                                         \
+        rows[i] = SHUFFLE(a, b, LOW_##s) + SHUFFLE(a, b, HIGH_##s);                              \
+    }
+
+/* {sum of row 0, sum of row 1, ...}; the rows are used up. */
+INLINE vf sum_each(vf rows[LANES]) {
+    FOLD(1)
+    FOLD(2)
+#if LANES >= 8
+    FOLD(4)
+#endif
+#if LANES >= 16
+    FOLD(8)
+#endif
+    return rows[0];
+}
+
 /* In place, LANES × LANES. */
 INLINE void transpose(vf rows[LANES]) {
     EXCHANGE(1)
