@@ -51,6 +51,9 @@ class StubRunner:
     def weights_sample(self) -> int:
         return 2
 
+    def reread_weights(self) -> None:
+        self.reread = True
+
     def run(self, batch: Batch) -> StepResult:
         hidden, logits = torch.empty(len(batch.input_ids), 3), torch.empty(len(batch.logits_indices), VOCAB_SIZE)
         self.kernels.linear(torch.ones(len(hidden), 4), self.kernels.pack(torch.ones(3, 4), None), hidden)
@@ -109,6 +112,8 @@ def test_a_runner_notes_shapes_and_what_follows_the_head(times: PassTimes) -> No
     inner = StubRunner(TimedKernels(StubKernels(), times))
     runner: BatchRunner = TimedRunner(inner, times)
     assert (runner.weights_version(), runner.weights_sample()) == (1, 2)
+    runner.reread_weights()
+    assert inner.reread
     assert runner.run(batch([0, 5], [5], [])).token_ids == []
     assert "sampling" not in times.parts  # nothing was sampled
     first = times.passes

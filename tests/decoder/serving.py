@@ -40,10 +40,11 @@ def fused_logits(
     dtype: torch.dtype = torch.float32,
     only_sampled: bool = False,
     num_chunks: int = NUM_CHUNKS,
+    in_step: bool = False,
 ) -> list[Tensor]:
     """For each prompt the logits of its tokens; with `only_sampled` those of its last token.
 
-    Every pass takes a random chunk of each of some requests.
+    Every pass takes a random chunk of each of some requests, or, `in_step`, one token of every one.
     """
     rng = random.Random(seed)
     cache = KVCache(fused.groups, PAGE, num_chunks, dtype, torch.device("cpu"))
@@ -57,8 +58,8 @@ def fused_logits(
     logits: list[list[Tensor]] = [[] for _ in prompts]
     while left := [r for r in requests if r.num_computed_tokens < len(r.tokens)]:
         chunks = []
-        for request in rng.sample(left, rng.randint(1, len(left))):
-            count = min(rng.choice([1, 2, 7, 30]), len(request.tokens) - request.num_computed_tokens)
+        for request in left if in_step else rng.sample(left, rng.randint(1, len(left))):
+            count = 1 if in_step else min(rng.choice([1, 2, 7, 30]), len(request.tokens) - request.num_computed_tokens)
             if request.request_id not in blocks.tables:
                 assert blocks.admit(request.request_id, len(request.tokens), count)
             else:

@@ -1,11 +1,13 @@
 """The fused decoder's logits are those of transformers' own forward pass, for every family."""
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
+from legato.decoder.spec import ExpertsSpec
 from tests.decoder.serving import fused_logits, own_logits, read
 from tests.parity.families import FUSED, VOCAB_SIZE, tiny_model
 
@@ -62,6 +64,27 @@ def test_logits_are_those_of_the_model(name: str) -> None:
         torch.testing.assert_close(ours, theirs, atol=3e-6 * scale, rtol=1e-5)
     for ours, theirs in zip(fused_logits(fused, asked, seed=1, only_sampled=True), expected, strict=True):
         torch.testing.assert_close(ours, theirs[-1:], atol=3e-6 * scale, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", [*FUSED, *VARIANTS])
+def test_passes_that_are_alike_are_replayed_with_their_own_numbers(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    family, changes = VARIANTS.get(name, (name, {}))
+    model = tiny_model(family, **changes)
+    randomize_norms(model)
+    fused = read(model)
+    asked = prompts(9, 30, 30, 41)
+    replays = []
+
+    def record(run: Callable[[], None]) -> Callable[[], None]:
+        replay = type(fused.kernels).record(fused.kernels, run)
+        return lambda: (replays.append(1), replay())[1]
+
+    monkeypatch.setattr(fused.kernels, "record", record)
+    for ids, logits in zip(asked, fused_logits(fused, asked, in_step=True), strict=True):
+        expected = own_logits(model, ids)
+        torch.testing.assert_close(logits, expected, atol=2e-5 * float(expected.abs().max()), rtol=1e-5)
+    experts = any(isinstance(layer.mlp, ExpertsSpec) for layer in fused.spec.layers)
+    assert len(replays) == 0 if experts else len(replays) > 20
 
 
 def test_a_cache_in_bfloat16_costs_a_little_precision() -> None:

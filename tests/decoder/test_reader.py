@@ -9,9 +9,10 @@ from torch import nn
 
 from legato import ContinuousBatchingConfig, UnsupportedModelError, WorkloadHints
 from legato.decoder import fusing
+from legato.decoder.reader import read_spec
 from legato.decoder.spec import NotFusable
 from legato.engine.assemble import assemble
-from tests.decoder.serving import read
+from tests.decoder.serving import fused_logits, own_logits, read
 from tests.parity.families import FAMILIES, FUSED, tiny_model
 
 
@@ -118,6 +119,70 @@ def test_hooks_that_transformers_leaves_behind_do_no_harm() -> None:
 def describe(model: Any, **settings: Any) -> str:
     config = ContinuousBatchingConfig(page_size=4, num_blocks=32, max_batch_tokens=64, **settings)
     return assemble(model, config, WorkloadHints(), samples=False)[1].description
+
+
+def parameter(*shape: int) -> nn.Parameter:
+    return nn.Parameter(0.2 * torch.randn(*shape))
+
+
+def resize_head(model: Any, rows: int) -> None:
+    model.lm_head.weight = parameter(rows, 32)
+
+
+def resize_mlps(model: Any, width: int) -> None:
+    for layer in model.model.layers:
+        layer.mlp.gate_proj.weight, layer.mlp.up_proj.weight = parameter(width, 32), parameter(width, 32)
+        layer.mlp.down_proj.weight = parameter(32, width)
+
+
+@pytest.mark.parametrize("rows", [70, 50_000])
+@pytest.mark.parametrize("resize", [resize_head, resize_mlps])
+def test_sizes_are_those_of_the_weights(resize: Callable[[Any, int], None], rows: int) -> None:
+    """Modules multiply with the weight they have, whatever `out_features` says."""
+    model = tiny_model("llama")
+    resize(model, rows)
+    (ours,) = fused_logits(read(model), [[1, 2, 3]])
+    torch.testing.assert_close(ours, own_logits(model, [1, 2, 3]), atol=1e-4, rtol=1e-4)
+
+
+MISFITS: dict[str, tuple[Callable[[Any], nn.Module], tuple[int, ...]]] = {
+    "layer 1's gate and up": (lambda model: model.model.layers[1].mlp.up_proj, (47, 32)),
+    "layer 0's o_proj": (lambda model: model.model.layers[0].self_attn.o_proj, (33, 32)),
+    "lm_head": (lambda model: model.lm_head, (90, 30)),
+    "a norm's weight": (lambda model: model.model.norm, (31,)),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_sizes_that_do_not_fit_each_other_are_not_fusable(name: str) -> None:
+    model, (module_of, shape) = tiny_model("llama"), MISFITS[name]
+    groups = read(model).groups
+    module_of(model).weight = parameter(*shape)
+    with pytest.raises(NotFusable, match=name):
+        read_spec(model, groups)
+
+
+@pytest.mark.parametrize("default", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_torchs_default_type_does_not_matter(default: torch.dtype, family: str) -> None:
+    """It is the whole process's, and transformers sets it while it loads a model."""
+    model = tiny_model(family)
+    expected = own_logits(model, [5, 9, 3, 77])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(default)
+    try:
+        for in_step in (False, True):
+            (ours,) = fused_logits(read(model), [[5, 9, 3, 77]], in_step=in_step)
+            torch.testing.assert_close(ours, expected, atol=2e-5, rtol=1e-4)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_the_callers_autocast_does_not_matter() -> None:
+    config = ContinuousBatchingConfig(page_size=4, num_blocks=16, max_batch_tokens=8)
+    with torch.autocast("cpu"):
+        _, facts = assemble(tiny_model("llama"), config, WorkloadHints(), samples=False)
+    assert "fused decoder" in facts.description
 
 
 def test_the_description_says_which_path_runs_and_why() -> None:

@@ -2,16 +2,19 @@
 
 import copy
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from legato import ContinuousBatchingConfig, EngineError, GenerationConfig, enable
+from legato import ContinuousBatchingConfig, EngineError, GenerationConfig, SamplingParams, WorkloadHints, enable
 from legato.decoder.fusing import FusedModel
 from legato.decoder.spec import NotFusable
 from legato.decoder.weights import Piece
+from legato.engine.assemble import assemble
+from legato.request import Request
 from tests.decoder.serving import fused_logits, own_logits, read
 from tests.parity.families import FUSED, tiny_model
 from tests.parity.reference import reference
@@ -123,8 +126,8 @@ def manager_of() -> Iterator[Callable[[Any], Any]]:
         manager.destroy()
 
 
-def generate(manager: Any) -> list[int]:
-    request_id = manager.add_request(PROMPT, max_new_tokens=12)
+def generate(manager: Any, prompt: list[int] = PROMPT) -> list[int]:
+    request_id = manager.add_request(prompt, max_new_tokens=12)
     tokens: list[int] = manager.get_result(request_id, timeout=60).generated_tokens
     return tokens
 
@@ -153,6 +156,75 @@ def test_the_next_generation_uses_the_new_weights(change: Any, manager_of: Calla
     expected = reference(model, PROMPT, 12).tokens
     assert expected != before, "the same tokens: the test lost its point"
     assert generate(manager) == expected
+
+
+def write_one_row_through_data(model: Any) -> None:
+    model.model.embed_tokens.weight.data[PROMPT[-1]] += 0.5
+
+
+def step_of_a_fused_optimizer(model: Any) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
+    ids = torch.tensor([PROMPT])
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+
+
+def turn_otherwise(model: Any) -> None:
+    model.model.rotary_emb.inv_freq.mul_(0.3)
+
+
+def scale_otherwise(model: Any) -> None:
+    for layer in model.model.layers:
+        layer.self_attn.scaling *= 3
+
+
+UNSEEN = [write_one_row_through_data, step_of_a_fused_optimizer, turn_otherwise, scale_otherwise]
+
+
+@pytest.mark.parametrize("change", [step_of_a_fused_optimizer, turn_otherwise, scale_otherwise])
+def test_changes_while_the_engine_is_idle_are_seen(change: Any, manager_of: Callable[[Any], Any]) -> None:
+    model = tiny_model("llama")
+    manager = manager_of(model)
+    before = generate(manager)
+    change(model)
+    expected = reference(model, PROMPT, 12).tokens
+    assert expected != before, "the same tokens: the test lost its point"
+    assert generate(manager) == expected
+
+
+@pytest.mark.parametrize("sharing", [True, False])
+@pytest.mark.parametrize("change", [*UNSEEN, write_through_data])
+def test_whatever_changes_in_a_pause_counts(change: Any, sharing: bool, manager_of: Callable[[Any], Any]) -> None:
+    model = tiny_model("llama", tie_word_embeddings=True)
+    manager = manager_of(model)
+    before = generate(manager, PROMPT)
+    with manager.pause():
+        change(model)
+    prompt = PROMPT if sharing else PROMPT[1:]
+    expected = reference(model, prompt, 12).tokens
+    assert expected != before, "the same tokens: the test lost its point"
+    assert generate(manager, prompt) == expected
+
+
+@pytest.mark.parametrize("change", [*UNSEEN, write_through_data, train_a_step])
+def test_a_pause_counts_for_requests_that_run(change: Any) -> None:
+    """Their K and V are of the old weights, what comes after of the new: as the reference path has it."""
+    answers = []
+    for fused in (True, False, None):
+        torch.manual_seed(1)
+        model = tiny_model("llama", tie_word_embeddings=True)
+        engine, _ = assemble(model, replace(CONFIG, fused_decoder=bool(fused)), WorkloadHints(), samples=False)
+        engine.submit(Request("0", PROMPT, SamplingParams(), 40, frozenset(), 0, False, 0.0, list(PROMPT)))
+        steps = 0
+        while engine.has_work:
+            outputs = engine.step()
+            steps += 1
+            if steps == 8 and fused is not None:
+                change(model)
+                engine.forget_prefixes()
+        answers.append(outputs[-1].generated_tokens)
+    assert answers[0] == answers[1]
+    assert answers[0][:8] == answers[2][:8] and answers[0] != answers[2], "nothing changed: the test lost its point"
 
 
 @pytest.mark.parametrize("late", ["adapter", "hook"])

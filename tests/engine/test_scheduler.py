@@ -399,6 +399,9 @@ class FailingRunner:
 
     weights_sample = weights_version
 
+    def reread_weights(self) -> None:
+        pass
+
     def run(self, batch: Batch) -> StepResult:
         self.failed = not self.failed
         if self.failed:

@@ -38,6 +38,9 @@ class ToyRunner:
 
     weights_sample = weights_version
 
+    def reread_weights(self) -> None:
+        pass
+
     @property
     def units(self) -> NDArray[np.uint64]:
         """The memory in the pieces that `UnitCopies` count. It keeps a number where a cache keeps both K and V."""

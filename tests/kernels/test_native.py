@@ -111,7 +111,9 @@ def test_norms(kernels: NativeKernels, rows: int, width: int) -> None:
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu"])
-@pytest.mark.parametrize(("rows", "depth", "width"), [(1, 576, 1536), (40, 64, 300), (3, 33, 5), (17, 40, 64), (700, 70, 33)])
+@pytest.mark.parametrize(
+    ("rows", "depth", "width"), [(1, 576, 1536), (40, 64, 300), (3, 33, 5), (17, 40, 64), (700, 70, 33)]
+)
 @pytest.mark.parametrize("form", ["float32", "bfloat16", "int8"])
 def test_gated_products(
     kernels: NativeKernels, activation: Activation, rows: int, depth: int, width: int, form: str

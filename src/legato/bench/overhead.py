@@ -35,6 +35,9 @@ class _NoModel:
 
     weights_sample = weights_version
 
+    def reread_weights(self) -> None:
+        pass
+
     def offload(self, copies: Sequence[UnitCopies]) -> None:
         pass
 

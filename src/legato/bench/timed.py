@@ -113,6 +113,9 @@ class TimedRunner:
     def weights_sample(self) -> int:
         return self._runner.weights_sample()
 
+    def reread_weights(self) -> None:
+        self._runner.reread_weights()
+
     def run(self, batch: Batch) -> StepResult:
         times = self._times
         times.begin_pass()

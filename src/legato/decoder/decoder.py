@@ -12,22 +12,22 @@ from legato.cache.kv import KVCache, LayerCache
 from legato.decoder.spec import DecoderSpec, LayerSpec
 from legato.decoder.weights import ExpertsWeights, LayerWeights, MlpWeights, Piece, Weights
 from legato.engine.batch import Batch
-from legato.kernels.interface import Kernels, PassTables, Rotary
+from legato.kernels.interface import Kernels, PassTables, Rotary, new_rows
 
 
 class Buffer:
     """Memory for an activation, kept from pass to pass and grown when a pass is larger."""
 
     def __init__(self) -> None:
-        self._flat = torch.empty(0)
+        self._flat = new_rows(0, 0).view(-1)
 
     def take(self, rows: int, width: int) -> Tensor:
         """Uninitialised float32 [rows, width]; what was taken before is gone."""
         size = rows * width
         if size > self._flat.numel():
-            self._flat = torch.empty(0)  # frees the old one first
+            self._flat = self._flat[:0].clone()  # frees the old one first
             with torch.inference_mode(False):
-                self._flat = torch.empty(size)
+                self._flat = new_rows(1, size).view(-1)
         return self._flat[:size].view(rows, width)
 
 
@@ -201,7 +201,7 @@ class Decoder:
     def _mix(self, x: Tensor, weights: ExpertsWeights, out: Tensor) -> None:
         """The experts' outputs, each on the tokens that chose it, added up by the router's weights."""
         kernels, spec, num_experts = self._kernels, weights.spec, len(weights.experts)
-        scores = torch.empty((len(x), num_experts))
+        scores = new_rows(len(x), num_experts)
         kernels.linear(x, weights.router.value, scores)
         shares, chosen = scores.softmax(dim=-1).topk(spec.top_k, dim=-1)
         if spec.normalized:

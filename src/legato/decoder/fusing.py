@@ -83,7 +83,9 @@ def fuse(
     fused = FusedModel.read(model, groups, kernels, quantization)
     generator = torch.Generator().manual_seed(0)
     input_ids = torch.randint(fused.spec.vocab_size, (sum(_CHECKED),), generator=generator)
-    with torch.no_grad(), FORWARD_LOCK, evaluation_mode(model):
+    device = torch.device(model.device).type
+    # The caller's autocast is its own: the engine's thread has none.
+    with torch.no_grad(), torch.autocast(device, enabled=False), FORWARD_LOCK, evaluation_mode(model):
         expected = model(input_ids=input_ids[None], use_cache=False).logits[0].float()
     logits = _check_logits(fused, input_ids.tolist())
     difference = float((logits - expected).abs().mean() / expected.std())

@@ -108,10 +108,10 @@ class _Reader:
         head = self._matrix(model, ["lm_head"])
         norm = self._norm(body, "norm")
         specs = [spec for spec, _ in layers]
-        return DecoderSpec(
+        spec = DecoderSpec(
             embedding=Source(embedding, "weight"),
             embedding_scale=self._embedding_scale(body, embedding),
-            hidden_size=embedding.embedding_dim,
+            hidden_size=embedding.weight.shape[1],
             layout=_only([layout for _, layout in layers], "heads"),
             mlp_width=_only([s.mlp.width for s in specs if isinstance(s.mlp, MlpSpec)] or [0], "width of the MLP"),
             layers=tuple(specs),
@@ -121,11 +121,13 @@ class _Reader:
             norm=norm,
             eps=_only([n.eps for spec in specs for n in _stream_norms(spec)] + [norm.eps], "norms' epsilon"),
             head=head,
-            vocab_size=model.lm_head.out_features,
+            vocab_size=len(head.weights[0].get()),
             logits_scale=1.0 / config.logits_scaling if self._family.divides_logits else 1.0,
             logits_softcap=config.final_logit_softcapping if self._family.caps_logits else None,
             places=tuple(self._places),
         )
+        _check_shapes(spec)
+        return spec
 
     # The parts
 
@@ -198,7 +200,7 @@ class _Reader:
         fused = "gate_up_proj" in mlp._modules
         gate_up = self._matrix(mlp, ["gate_up_proj"] if fused else ["gate_proj", "up_proj"], owner)
         down = self._matrix(mlp, ["down_proj"], owner)
-        return MlpSpec(gate_up, down, self._activation(mlp, owner), mlp.down_proj.in_features)  # type: ignore
+        return MlpSpec(gate_up, down, self._activation(mlp, owner), down.weights[0].get().shape[1])
 
     def _experts(self, block: nn.Module, owner: str) -> ExpertsSpec:
         router = self._own(block, "gate", "TopKRouter", owner)
@@ -312,6 +314,31 @@ def _layout(attention: nn.Module, qkv: MatrixSpec, group: AttentionGroup, owner:
     if head_dim != group.head_dim or layout.width != width or layout.num_heads % group.num_kv_heads:
         raise NotFusable(f"{owner}Q, K and V do not divide into heads")
     return layout
+
+
+def _check_shapes(spec: DecoderSpec) -> None:
+    """A module multiplies with the weight it has, whatever the sizes that it was made with."""
+    hidden, attended = spec.hidden_size, spec.layout.num_heads * spec.layout.head_dim
+    _check_matrix(spec.head, spec.vocab_size, hidden, "lm_head")
+    for i, layer in enumerate(spec.layers):
+        _check_matrix(layer.qkv, spec.layout.width, hidden, f"layer {i}'s Q, K and V")
+        _check_matrix(layer.out, hidden, attended, f"layer {i}'s o_proj")
+        if isinstance(layer.mlp, MlpSpec):
+            _check_matrix(layer.mlp.gate_up, 2 * layer.mlp.width, hidden, f"layer {i}'s gate and up")
+            _check_matrix(layer.mlp.down, hidden, layer.mlp.width, f"layer {i}'s down_proj")
+            if len({len(weight.get()) for weight in layer.mlp.gate_up.weights}) > 1:
+                raise NotFusable(f"layer {i}'s gate and up differ in width")
+    for norm in (spec.norm, *(norm for layer in spec.layers for norm in _stream_norms(layer))):
+        if norm.weight.get().shape != (hidden,):
+            raise NotFusable(f"a norm's weight is {tuple(norm.weight.get().shape)}, not ({hidden},)")
+
+
+def _check_matrix(matrix: MatrixSpec, rows: int, columns: int, label: str) -> None:
+    shapes = [tuple(weight.get().shape) for weight in matrix.weights]
+    if sum(shape[0] for shape in shapes) != rows or any(shape[1:] != (columns,) for shape in shapes):
+        raise NotFusable(f"the weights of {label} are {shapes}, not [{rows}, {columns}] together")
+    if matrix.biases and [len(bias.get()) for bias in matrix.biases] != [shape[0] for shape in shapes]:
+        raise NotFusable(f"the biases of {label} are not as long as its weights")
 
 
 def _stream_norms(spec: LayerSpec) -> list[NormSpec]:

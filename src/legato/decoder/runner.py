@@ -1,6 +1,7 @@
 """Computes batches with the fused decoder, in the model's stead."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -38,36 +39,33 @@ class FusedRunner:
         """A number that changes when a parameter is written to in place or replaced, or a module is.
 
         Raises:
-            UnsupportedModelError: the model has become one that the fused decoder cannot stand in for.
+            UnsupportedModelError: the model has become one that the fused decoder cannot stand in for; as all below.
         """
-        if any(place.parent._modules.get(place.name) is not place.module for place in self._fused.spec.places):
-            self._read_again()
-        return hash((self._num_rebuilt, self._fused.weights.version()))
+        with self._following():
+            if any(place.parent._modules.get(place.name) is not place.module for place in self._fused.spec.places):
+                self._read_again()
+            return hash((self._num_rebuilt, self._fused.weights.version()))
 
     def weights_sample(self) -> int:
-        """A number made of a few values of every parameter; the packed weights are made anew when it changes.
+        """A number made of a few values of every parameter and buffer; all is made anew when it changes."""
+        with self._following():
+            self._read_again()  # hooks, say, leave no trace in the weights
+            seen = sample_of_weights(self._fused.model)
+            if seen != self._sample:
+                self._make_anew()
+            return hash((self._num_rebuilt, seen))
 
-        Raises:
-            UnsupportedModelError: the model has become one that the fused decoder cannot stand in for.
-        """
-        self._read_again()  # hooks, say, leave no trace in the weights
-        seen = sample_of_weights(self._fused.model)
-        if seen != self._sample:
-            self._sample = seen
-            self._fused.weights.repack()
-        return seen
+    def reread_weights(self) -> None:
+        """Make everything that was made of the model anew: it has changed, perhaps without a trace."""
+        with self._following():
+            self._read_again()
+            self._make_anew()
 
     def run(self, batch: Batch) -> StepResult:
-        """One forward pass: writes K and V, returns a token for each row of `batch.logits_indices`.
-
-        Raises:
-            UnsupportedModelError: the model has become one that the fused decoder cannot stand in for.
-        """
+        """One forward pass: writes K and V, returns a token for each row of `batch.logits_indices`."""
         with torch.no_grad():
-            try:
+            with self._following():
                 self._fused.weights.refresh()
-            except NotFusable as error:
-                raise _outgrown(self._fused.model, error) from error
             logits = self._decoder.forward(batch)
             if not len(logits):
                 return StepResult([], [] if self._with_logprobs else None)
@@ -76,18 +74,22 @@ class FusedRunner:
     def _read_again(self) -> None:
         """Start afresh if the model is no longer what it was."""
         fused = self._fused
-        try:
-            if read_spec(fused.model, fused.groups) == fused.spec:
-                return
+        if read_spec(fused.model, fused.groups) != fused.spec:
             self._fused = FusedModel.read(fused.model, fused.groups, fused.kernels, fused.quantization)
+            self._decoder = self._fused.decoder(self._cache, self._num_positions)
+            self._num_rebuilt += 1
+
+    def _make_anew(self) -> None:
+        self._sample = sample_of_weights(self._fused.model)
+        self._fused.weights.repack()
+        self._decoder = self._fused.decoder(self._cache, self._num_positions)  # its rotary tables, that is
+
+    @contextmanager
+    def _following(self) -> Iterator[None]:
+        try:
+            yield
         except NotFusable as error:
-            raise _outgrown(fused.model, error) from error
-        self._decoder = self._fused.decoder(self._cache, self._num_positions)
-        self._num_rebuilt += 1
-
-
-def _outgrown(model: Any, error: NotFusable) -> UnsupportedModelError:
-    return UnsupportedModelError(
-        f"{type(model).__name__} has changed since the engine was made, and the fused decoder cannot follow: {error}; "
-        "make a new manager, or set fused_decoder=False"
-    )
+            raise UnsupportedModelError(
+                f"{type(self._fused.model).__name__} has changed since the engine was made, and the fused decoder "
+                f"cannot follow: {error}; make a new manager, or set fused_decoder=False"
+            ) from error

@@ -34,6 +34,9 @@ class BatchRunner(Protocol):
     def weights_sample(self) -> int:
         """The same from their values: slower, and sees more."""
 
+    def reread_weights(self) -> None:
+        """They have changed, as somebody says who knows: keep nothing that was made of them."""
+
 
 class BlockMover(Protocol):
     """Copies blocks between the cache and the host."""
@@ -214,6 +217,8 @@ class Engine:
         """Told, or seen: while requests wait by the cheap sign, and by the other after the engine was idle."""
         changed = bool(self._weight_changes)
         self._weight_changes.clear()
+        if changed:
+            self._runner.reread_weights()
         if self._scheduler.waiting:
             before, self._weights_version = self._weights_version, self._runner.weights_version()
             changed |= before != self._weights_version

@@ -59,6 +59,9 @@ class ReferenceRunner:
         """A number made of a few values of every parameter, which no training step leaves all as they were."""
         return sample_of_weights(self._model)
 
+    def reread_weights(self) -> None:
+        """Nothing to do: every pass reads them."""
+
     def run(self, batch: Batch) -> StepResult:
         """One forward pass: writes K and V, returns a token for each row of `batch.logits_indices`."""
         device = self._device
@@ -87,9 +90,10 @@ class ReferenceRunner:
 
 
 def sample_of_weights(model: nn.Module) -> int:
-    """A number made of a few values of every parameter."""
+    """A number made of a few values of every parameter and every buffer."""
     with torch.no_grad():
-        samples = [p.flatten()[:: max(1, p.numel() // 8)].to(torch.float64) for p in model.parameters()]
+        tensors = [*model.parameters(), *model.buffers()]
+        samples = [t.flatten()[:: max(1, t.numel() // 8)].to(torch.float64) for t in tensors]
         return hash(torch.cat(samples).cpu().numpy().tobytes())
 
 

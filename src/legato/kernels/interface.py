@@ -173,5 +173,5 @@ class Kernels(Protocol):
 
 
 def new_rows(rows: int, width: int) -> Tensor:
-    """An uninitialised activation, [rows, width]."""
-    return torch.empty((rows, width), dtype=torch.float32)
+    """An uninitialised activation, [rows, width]; whatever type and device torch's defaults are just now."""
+    return torch.empty((rows, width), dtype=torch.float32, device="cpu")

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from legato.cache.kv import LayerCache
 from legato.kernels.calls import KERNELS, REPLAY, AddNorm, Attention, Call, Linear, Norm, Rotation
-from legato.kernels.interface import Activation, AttentionSpec, HeadLayout, HeadNorm, PassTables, Rotary
+from legato.kernels.interface import Activation, AttentionSpec, HeadLayout, HeadNorm, PassTables, Rotary, new_rows
 from legato.kernels.packing import KINDS, PackedMatrix, Quantization, pack, pack_int8
 from legato.kernels.sources import sources_digest
 from legato.kernels.tuning import MeasuredWays
@@ -123,9 +123,7 @@ class NativeKernels:
     def gated_linear(self, x: Tensor, packed: PackedMatrix, activation: Activation, out: Tensor) -> None:
         self.multiply(packed.way(x.shape[0]), x, packed, out, activation)
 
-    def multiply(
-        self, way: int, x: Tensor, packed: PackedMatrix, out: Tensor, activation: Activation = "silu"
-    ) -> None:
+    def multiply(self, way: int, x: Tensor, packed: PackedMatrix, out: Tensor, activation: Activation = "silu") -> None:
         """`linear` or `gated_linear`, as it is packed, in a way of the caller's choice."""
         panels, column_scales, bias = packed.addresses
         self._call(
@@ -241,7 +239,7 @@ class _Trial:
 
     def run(self, way: int, rows: int) -> None:
         for packed in self._copies:
-            x, out = torch.ones(rows, packed.depth), torch.empty(rows, packed.columns)
+            x, out = new_rows(rows, packed.depth).fill_(1), new_rows(rows, packed.columns)
             self._kernels.multiply(way, x, packed, out)
 
 

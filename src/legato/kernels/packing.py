@@ -23,7 +23,8 @@ class PackedMatrix:
     Attributes:
         kind: `FLOAT32`, `BFLOAT16` or `INT8`.
         panels: of that type, [columns / 32, depth / n, 32, n] where n is 1, 2 or 4, zeros past the edges.
-        column_scales: float32 [columns, padded if gated]; what a whole number of an `INT8` column stands for. None for the others.
+        column_scales: float32, one for each column of the panels; what a whole number of an `INT8` column stands for.
+            None for the others.
         bias: float32 like `column_scales`, or None.
         columns, depth: outputs and inputs.
         gated: whether panels of a gate and of what is gated take turns; `columns` then is what is left of both.

@@ -266,6 +266,9 @@ class _VirtualRunner:
 
     weights_sample = weights_version
 
+    def reread_weights(self) -> None:
+        pass
+
     def run(self, batch: tuple[StepShape, int]) -> StepResult:
         shape, num_sampled = batch
         self.clock.now += self.cost.seconds(shape)
