@@ -18,7 +18,7 @@ from tests.decoder.serving import fused_logits
 from tests.parity.families import tiny_model
 
 MOST_WORSE = 1.02  # of the perplexity in float32
-LEAST_AGREEMENT = 0.85  # of the likeliest next tokens
+LEAST_AGREEMENT = 0.93  # of the likeliest next tokens
 
 
 def logits_of(model: Any, prompts: list[list[int]], quantization: Quantization | None) -> list[torch.Tensor]:
@@ -38,11 +38,7 @@ def perplexity(logits: list[torch.Tensor], prompts: list[list[int]]) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
-    [
-        # Missed still: 2.8% worse, one scale for all of an activation's outliers being too coarse.
-        pytest.param("smollm2", marks=pytest.mark.xfail(strict=True, raises=AssertionError)),
-        "gemma3",
-    ],
+    ["smollm2", "gemma3"],
 )
 def test_perplexity_stays_within_two_per_cent(request: pytest.FixtureRequest, name: str, questions: list[str]) -> None:
     model, tokenizer = request.getfixturevalue(name), request.getfixturevalue(f"{name}_tokenizer")

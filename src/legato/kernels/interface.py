@@ -111,8 +111,8 @@ class Kernels(Protocol):
 
         If `gated`, in the form `gated_linear` takes: the upper half of its rows is the gate for the lower half.
 
-        With "int8", `linear` works with whole numbers from -127 to 127: those of the weights scaled column by column of
-        the product, those of x row by row. Without, nothing is lost.
+        With "int8" the weights are whole numbers from -127 to 127, scaled column by column of the product; x may be
+        rounded too, to no fewer than 16 bits a number, scaled row by row. Without, nothing is lost.
         """
 
     def linear(self, x: Tensor, packed: Any, out: Tensor) -> None:

@@ -45,9 +45,8 @@ class TorchKernels:
 
     def linear(self, x: Tensor, packed: TorchMatrix, out: Tensor) -> None:
         if packed.column_scales is not None:
-            whole, scales = whole_numbers(x)
-            torch.mm(whole, packed.transposed, out=out)
-            out.mul_(scales[:, None]).mul_(packed.column_scales)
+            torch.mm(x, packed.transposed, out=out)
+            out.mul_(packed.column_scales)
             if packed.bias is not None:
                 out.add_(packed.bias)
         elif packed.bias is None:

@@ -80,7 +80,6 @@ INLINE void multiply_bfloat16(
         }
 }
 
-/* x holds whole numbers here, as the weights do: their sums are exact up to 2^24. */
 INLINE void multiply_int8(
     const float *x, int64_t x_stride, const int8_t *panel, int64_t depth, int rows, vf acc[ROWS][2]) {
     for (int64_t k = 0; k < depth; k += 4, panel += 4 * PANEL) {
@@ -141,17 +140,6 @@ static void column_tile(const Product *p, const float *x, int64_t x_stride, int6
     }
 }
 
-/* A row of x as whole numbers in float32, and its scale, for the int8 panels of processors without an int8 product. */
-static void round_row(const void *arguments, int64_t row, int64_t thread) {
-    const Product *p = arguments;
-    const float *x = p->of.x + row * p->of.x_stride;
-    float *whole = (float *)p->scratch + row * p->of.depth;
-    float scale = row_scale(x, p->of.depth), inverse = scale > 0 ? 1 / scale : 0;
-    (void)thread;
-    for (int64_t k = 0; k < p->of.depth; k++) whole[k] = rintf(x[k] * inverse);
-    p->row_scales[row] = scale;
-}
-
 void gate_rows(const Product *p, const Product *own, int64_t panel, int64_t first, int64_t end) {
     int64_t column = panel / 2 * PANEL, count = p->of.columns - column < PANEL ? p->of.columns - column : PANEL;
     for (int64_t row = first; row < end; row++) {
@@ -163,8 +151,8 @@ void gate_rows(const Product *p, const Product *own, int64_t panel, int64_t firs
 static void vectors_chunk(const void *arguments, int64_t chunk, int64_t thread) {
     const Product *p = arguments;
     Product own = with_lines(p, thread);
-    const float *x = p->of.kind == LEGATO_INT8 ? p->scratch : p->of.x;
-    int64_t x_stride = p->of.kind == LEGATO_INT8 ? p->of.depth : p->of.x_stride;
+    const float *x = p->of.x;
+    int64_t x_stride = p->of.x_stride;
     int64_t most_rows = CHUNK_ELEMENTS / p->of.depth / ROWS * ROWS;
     if (most_rows < ROWS) most_rows = ROWS;
     Range panels = panels_of_chunk(p, chunk);
@@ -178,10 +166,7 @@ static void vectors_chunk(const void *arguments, int64_t chunk, int64_t thread) 
     }
 }
 
-void multiply_by_vectors(Pool *pool, const Product *p) {
-    if (p->of.kind == LEGATO_INT8) run_chunks(pool, p->of.rows, round_row, p);
-    run_chunks(pool, num_chunks(p), vectors_chunk, p);
-}
+void multiply_by_vectors(Pool *pool, const Product *p) { run_chunks(pool, num_chunks(p), vectors_chunk, p); }
 
 /* Whether there is a product of this kind by tiles. */
 EXPORT int64_t legato_linear_has_tiles(int64_t kind) {
@@ -194,20 +179,27 @@ EXPORT int64_t legato_linear_has_tiles(int64_t kind) {
 }
 
 EXPORT int64_t legato_linear(Pool *pool, const Linear *of) {
-    int64_t threads = num_threads(pool), bytes = scratch_bytes(of->kind, of->rows, of->depth);
-    int64_t copies = of->by_tiles && bytes <= OWN_SCRATCH_BYTES ? threads : 1;
+    int64_t threads = num_threads(pool), bytes = 0, copies = 1;
     int64_t line_floats = of->gated ? threads * of->rows * 2 * PANEL : 0;
+#if defined(__AMX_BF16__) && defined(__AMX_INT8__)
+    if (of->by_tiles) {
+        bytes = scratch_bytes(of);
+        copies = bytes <= OWN_SCRATCH_BYTES ? threads : 1;
+    }
+#endif
     char *memory = aligned_alloc(64, (bytes * copies + line_floats * 4 + threads + 63) / 64 * 64);
     if (!memory) return 1;
     Product p = {.of = *of, .threads = threads, .scratch = memory, .lines = (float *)(memory + bytes * copies)};
-    p.row_scales = row_scales_in(&p, memory);
     if (copies > 1) p.prepared = memset(p.lines + line_floats, 0, threads);
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-    if (of->by_tiles)
+    if (of->by_tiles) {
+        p.row_scales = row_scales_in(of, memory);
         multiply_by_tiles(pool, &p);
-    else
+        free(memory);
+        return 0;
+    }
 #endif
-        multiply_by_vectors(pool, &p);
+    multiply_by_vectors(pool, &p);
     free(memory);
     return 0;
 }

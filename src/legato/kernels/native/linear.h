@@ -15,14 +15,18 @@
 typedef struct {
     Linear of;         /* if gated, `out` is a thread's `lines` while it works */
     int64_t threads;   /* that share the panels */
-    void *scratch;     /* x as the way to multiply wants it: once, or once for each thread */
-    float *row_scales; /* [rows], in the scratch; for LEGATO_INT8 */
+    void *scratch;     /* for tiles: x as they take it, `scratch_bytes`, once or once for each thread */
+    float *row_scales; /* [rows], in the scratch, what 1 stands for in a row of x; for LEGATO_INT8 in tiles */
     char *prepared;    /* [threads], whether a thread's scratch is filled; NULL if all share one */
     float *lines;      /* [threads][rows][2 × PANEL], what is to be gated */
 } Product;
 
 void multiply_by_vectors(Pool *pool, const Product *p);
+
+/* linear_amx.c */
 void multiply_by_tiles(Pool *pool, const Product *p);
+int64_t scratch_bytes(const Linear *of);
+float *row_scales_in(const Linear *of, void *scratch);
 
 /* Panels that a thread finishes before the next, side by side in the weights. */
 static inline int64_t panels_together(const Product *p) { return p->of.gated ? 2 : 1; }
@@ -47,31 +51,6 @@ static inline const char *panel_of(const Product *p, int64_t column) {
     return (const char *)p->of.weights + column / PANEL * PANEL * padded_depth(p->of.kind, p->of.depth) * bytes;
 }
 
-static inline int64_t row_scale_bytes(int64_t kind, int64_t rows) {
-    return kind == LEGATO_INT8 ? (rows * 4 + 63) / 64 * 64 : 0;
-}
-
-/* Tiles take whole tiles of 16 rows: three bfloat16 pieces of a float each, or an int8; vectors an int8 as a float. */
-static inline int64_t scratch_bytes(int64_t kind, int64_t rows, int64_t depth) {
-    if (kind == LEGATO_FLOAT32) return 0;
-    int64_t elements = (rows + 15) / 16 * 16 * padded_depth(kind, depth);
-    return elements * (kind == LEGATO_BFLOAT16 ? 6 : 4) + row_scale_bytes(kind, rows);
-}
-
-static inline float *row_scales_in(const Product *p, void *scratch) {
-    return (float *)((char *)scratch + scratch_bytes(p->of.kind, p->of.rows, p->of.depth) - row_scale_bytes(p->of.kind, p->of.rows));
-}
-
-/* So that the largest of a row becomes 127. */
-static inline float row_scale(const float *x, int64_t depth) {
-    float most = 0;
-    for (int64_t k = 0; k < depth; k++) {
-        float size = fabsf(x[k]);
-        most = size > most ? size : most;
-    }
-    return most / 127.0f;
-}
-
 /* Where an element of the product goes, with `column` counted in the weights' order. */
 static inline float *place_of(const Product *p, int64_t row, int64_t column) {
     return p->of.out + row * p->of.out_stride + (p->of.gated ? column % (2 * PANEL) : column);
@@ -89,7 +68,7 @@ static inline void finish_line(const Product *p, int64_t row, int64_t column, in
     if (count > columns_from(p, column)) count = columns_from(p, column);
     if (p->of.kind == LEGATO_INT8) {
         const float *scales = p->of.column_scales + column;
-        float scale = p->row_scales[row];
+        float scale = p->row_scales ? p->row_scales[row] : 1.0f;
         for (int64_t i = 0; i < count; i++) out[i] = line[i] * scale * scales[i] + (bias ? bias[i] : 0.0f);
     } else if (bias) {
         for (int64_t i = 0; i < count; i++) out[i] = line[i] + bias[i];

@@ -14,6 +14,8 @@
 #define TILE_ROWS 16
 #define TILE_BYTES 1024
 #define PIECES 3
+#define INT8_PIECES 2
+#define PIECE 254 /* an upper piece of int8 counts as many as a lower one has values: -127 to 127 */
 #define STEP_LINES 33 /* cache lines of 2 KiB of weights, to be fetched in two, three or four portions */
 #define CHUNK_BYTES (1 << 20) /* of cut activations that all panels meet in turn: they stay in the second-level cache */
 
@@ -47,9 +49,23 @@ INLINE vf upper_half(vf x) { return (vf)((vu)x & 0xffff0000u); }
 /* Rows of a tile of activations. */
 INLINE int64_t tile_rows(const Product *p) { return p->of.rows < TILE_ROWS ? p->of.rows : TILE_ROWS; }
 
+INLINE int64_t pieces_of(int64_t kind) { return kind == LEGATO_INT8 ? INT8_PIECES : PIECES; }
+
+/* In all pieces. */
 INLINE int64_t row_tile_bytes(const Product *p) {
-    int64_t depth = padded_depth(p->of.kind, p->of.depth);
-    return tile_rows(p) * depth * (p->of.kind == LEGATO_INT8 ? 1 : 2 * PIECES);
+    int64_t size = p->of.kind == LEGATO_INT8 ? 1 : 2;
+    return tile_rows(p) * padded_depth(p->of.kind, p->of.depth) * size * pieces_of(p->of.kind);
+}
+
+static int64_t row_scale_bytes(const Linear *of) { return of->kind == LEGATO_INT8 ? (of->rows * 4 + 63) / 64 * 64 : 0; }
+
+int64_t scratch_bytes(const Linear *of) {
+    int64_t elements = (of->rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS * padded_depth(of->kind, of->depth);
+    return elements * (of->kind == LEGATO_INT8 ? 1 : 2) * pieces_of(of->kind) + row_scale_bytes(of);
+}
+
+float *row_scales_in(const Linear *of, void *scratch) {
+    return (float *)((char *)scratch + scratch_bytes(of) - row_scale_bytes(of));
 }
 
 /* One row of a tile: 32 floats into three pieces, each piece a tile of `rows` rows further. */
@@ -83,7 +99,17 @@ static void cut_tile(const Product *p, int64_t tile) {
     }
 }
 
-/* A row tile of x in whole numbers: [depth / 64][tile rows][64]. */
+/* What 1 stands for when the largest of a row is 127 × PIECE, 16 bits in all. */
+static float row_scale(const float *x, int64_t depth) {
+    float most = 0;
+    for (int64_t k = 0; k < depth; k++) {
+        float size = fabsf(x[k]);
+        most = size > most ? size : most;
+    }
+    return most / (127.0f * PIECE);
+}
+
+/* A row tile of x in whole numbers of 16 bits, in two pieces: [depth / 64][upper, lower][tile rows][64]. */
 static void round_tile(const Product *p, int64_t tile) {
     int64_t steps = padded_depth(LEGATO_INT8, p->of.depth) / 64, rows = tile_rows(p);
     for (int64_t r = 0; r < rows; r++) {
@@ -92,13 +118,18 @@ static void round_tile(const Product *p, int64_t tile) {
         const float *x = p->of.x + row * p->of.x_stride;
         float scale = row < p->of.rows ? row_scale(x, p->of.depth) : 0, inverse = scale > 0 ? 1 / scale : 0;
         if (row < p->of.rows) p->row_scales[row] = scale;
-        for (int64_t step = 0; step < steps; step++, to += rows * 64)
-            for (int64_t k = step * 64; k < step * 64 + 64; k += 16) {
+        for (int64_t step = 0; step < steps; step++, to += INT8_PIECES * rows * 64)
+            for (int64_t k = 0; k < 64; k += 16) {
                 __m512 values = _mm512_setzero_ps();
-                int64_t count = row < p->of.rows ? p->of.depth - k : 0;
-                if (count > 0) values = _mm512_maskz_loadu_ps(count >= 16 ? 0xffff : (1u << count) - 1, x + k);
-                __m512i whole = _mm512_cvtps_epi32(_mm512_mul_ps(values, _mm512_set1_ps(inverse)));
-                _mm_storeu_si128((__m128i *)(to + k - step * 64), _mm512_cvtsepi32_epi8(whole));
+                int64_t count = row < p->of.rows ? p->of.depth - step * 64 - k : 0;
+                if (count > 0)
+                    values = _mm512_maskz_loadu_ps(count >= 16 ? 0xffff : (1u << count) - 1, x + step * 64 + k);
+                values = _mm512_roundscale_ps(_mm512_mul_ps(values, _mm512_set1_ps(inverse)), 0);
+                __m512i upper = _mm512_cvtps_epi32(_mm512_mul_ps(values, _mm512_set1_ps(1.0f / PIECE)));
+                __m512i lower = _mm512_sub_epi32(
+                    _mm512_cvtps_epi32(values), _mm512_mullo_epi32(upper, _mm512_set1_epi32(PIECE)));
+                _mm_storeu_si128((__m128i *)(to + k), _mm512_cvtsepi32_epi8(upper));
+                _mm_storeu_si128((__m128i *)(to + rows * 64 + k), _mm512_cvtsepi32_epi8(lower));
             }
     }
 }
@@ -119,13 +150,6 @@ INLINE void finish_tile(const Product *p, int64_t row, int64_t column, const flo
         return;
     }
     for (int64_t r = 0; r < rows; r++) store(place_of(p, row + r, column), load(tile[r]));
-}
-
-INLINE void whole_to_float(float tile[TILE_ROWS][16]) {
-    for (int r = 0; r < TILE_ROWS; r++) {
-        __m512i whole = _mm512_loadu_si512(tile[r]);
-        _mm512_storeu_ps(tile[r], _mm512_cvtepi32_ps(whole));
-    }
 }
 
 /* Tiles 0 to 3. */
@@ -207,47 +231,32 @@ static void bfloat16_single(
     }
 }
 
-static void int8_pair(
-    const Product *p, const char *x, int64_t x_bytes, const char *panel, int64_t row, int64_t column, Fetch fetch) {
-    int64_t steps = padded_depth(LEGATO_INT8, p->of.depth) / 64;
+/* The same: sums of the upper and of the lower pieces for each half. */
+static void int8_single(
+    const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch fetch) {
+    int64_t steps = padded_depth(LEGATO_INT8, p->of.depth) / 64, piece = tile_rows(p) * 64;
     zero_sums();
-    for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += TILE_BYTES) {
-        FETCH_LINES(fetch, fetch.lines_per_step, _MM_HINT_T0);
-        _tile_loadd(6, panel, 2 * 64);
-        _tile_loadd(7, panel + 64, 2 * 64);
+    for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += INT8_PIECES * piece) {
         _tile_loadd(4, x, 64);
-        _tile_loadd(5, x + x_bytes, 64);
-        _tile_dpbssd(0, 4, 6);
-        _tile_dpbssd(1, 4, 7);
-        _tile_dpbssd(2, 5, 6);
+        _tile_loadd(5, x + piece, 64);
+        _tile_loadd(7, panel, 2 * 64);
+        FETCH_LINES(fetch, fetch.lines_per_step / 2, _MM_HINT_T0);
+        _tile_dpbssd(0, 4, 7);
+        _tile_dpbssd(1, 5, 7);
+        _tile_loadd(7, panel + 64, 2 * 64);
+        FETCH_LINES(fetch, fetch.lines_per_step / 2, _MM_HINT_T0);
+        _tile_dpbssd(2, 4, 7);
         _tile_dpbssd(3, 5, 7);
     }
     float tile[4][TILE_ROWS][16] __attribute__((aligned(64)));
     store_sums(tile);
-    for (int i = 0; i < 4; i++) {
-        whole_to_float(tile[i]);
-        finish_tile(p, row + i / 2 * TILE_ROWS, column + i % 2 * 16, tile[i]);
-    }
-}
-
-static void int8_single(
-    const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch fetch) {
-    int64_t steps = padded_depth(LEGATO_INT8, p->of.depth) / 64;
-    zero_sums();
-    for (int64_t step = 0; step < steps; step++, panel += 2 * TILE_BYTES, x += tile_rows(p) * 64) {
-        _tile_loadd(4, x, 64);
-        _tile_loadd(7, panel, 2 * 64);
-        FETCH_LINES(fetch, fetch.lines_per_step / 2, _MM_HINT_T0);
-        _tile_dpbssd(0, 4, 7);
-        _tile_loadd(7, panel + 64, 2 * 64);
-        FETCH_LINES(fetch, fetch.lines_per_step / 2, _MM_HINT_T0);
-        _tile_dpbssd(1, 4, 7);
-    }
-    float tile[4][TILE_ROWS][16] __attribute__((aligned(64)));
-    store_sums(tile);
-    for (int i = 0; i < 2; i++) {
-        whole_to_float(tile[i]);
-        finish_tile(p, row, column + i * 16, tile[i]);
+    for (int half = 0; half < 2; half++) {
+        for (int r = 0; r < tile_rows(p); r++) {
+            __m512 upper = _mm512_cvtepi32_ps(_mm512_loadu_si512(tile[2 * half][r]));
+            __m512 lower = _mm512_cvtepi32_ps(_mm512_loadu_si512(tile[2 * half + 1][r]));
+            _mm512_storeu_ps(tile[2 * half][r], _mm512_fmadd_ps(upper, _mm512_set1_ps(PIECE), lower));
+        }
+        finish_tile(p, row, column + 16 * half, tile[2 * half]);
     }
 }
 
@@ -255,24 +264,22 @@ static void int8_single(
 static void panel_rows(const Product *p, int64_t panel, int64_t first, int64_t last, int64_t x_bytes, Fetch fetch) {
     int64_t column = panel * PANEL;
     const char *weights = panel_of(p, column), *x = (const char *)p->scratch + first * x_bytes;
-    int int8 = p->of.kind == LEGATO_INT8;
-    int64_t pass_bytes = padded_depth(p->of.kind, p->of.depth) / (int8 ? 64 : 32) * fetch.lines_per_step * 64;
-    for (int64_t tile = first; tile < last; tile += 2, x += 2 * x_bytes, fetch.next += pass_bytes) {
+    int64_t at_once = p->of.kind == LEGATO_INT8 ? 1 : 2;
+    int64_t pass_bytes = padded_depth(p->of.kind, p->of.depth) / (at_once == 1 ? 64 : 32) * fetch.lines_per_step * 64;
+    for (int64_t tile = first; tile < last; tile += at_once, x += at_once * x_bytes, fetch.next += pass_bytes) {
         int64_t row = tile * TILE_ROWS;
-        if (tile + 1 < last && int8)
-            int8_pair(p, x, x_bytes, weights, row, column, fetch);
+        if (p->of.kind == LEGATO_INT8)
+            int8_single(p, x, weights, row, column, fetch);
         else if (tile + 1 < last)
             bfloat16_pair(p, x, x_bytes, weights, row, column, fetch);
-        else if (int8)
-            int8_single(p, x, weights, row, column, fetch);
         else
             bfloat16_single(p, x, weights, row, column, fetch);
     }
 }
 
 static Fetch fetch_after(const Product *p, int64_t panel, int64_t end, int64_t row_tiles) {
-    /* A step goes 2 KiB down the panel, which each pair of row tiles does once. */
-    int64_t passes = tiles_of(row_tiles, 2);
+    /* A step goes 2 KiB down the panel, which each pass over it does once. */
+    int64_t passes = p->of.kind == LEGATO_INT8 ? row_tiles : tiles_of(row_tiles, 2);
     if (passes == 1) return (Fetch){panel_of(p, panel * PANEL) + FETCH_AHEAD, STEP_LINES};
     int64_t lines = panel + 1 < end ? tiles_of(STEP_LINES, 3 * passes) * 3 : 0;
     return (Fetch){panel_of(p, (panel + 1) * PANEL), lines};
@@ -282,8 +289,8 @@ static Fetch fetch_after(const Product *p, int64_t panel, int64_t end, int64_t r
 static Product of_thread(const Product *p, int64_t thread) {
     Product own = with_lines(p, thread);
     if (!p->prepared) return own;
-    own.scratch = (char *)p->scratch + thread * scratch_bytes(p->of.kind, p->of.rows, p->of.depth);
-    own.row_scales = row_scales_in(p, own.scratch);
+    own.scratch = (char *)p->scratch + thread * scratch_bytes(&p->of);
+    own.row_scales = row_scales_in(&p->of, own.scratch);
     if (!p->prepared[thread]) {
         for (int64_t tile = 0; tile < tiles_of(p->of.rows, TILE_ROWS); tile++) prepare_tile(&own, tile, thread);
         p->prepared[thread] = 1;
