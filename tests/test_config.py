@@ -12,7 +12,7 @@ import torch
 from legato.config import ContinuousBatchingConfig, WorkloadHints
 from legato.engine.policy import SCHEDULING_POLICIES, SchedulingPolicy
 from legato.errors import InvalidValueError, LegatoError
-from legato.request import MAX_SEED, SamplingParams
+from legato.sampling_params import MAX_SEED, SamplingParams
 
 NOT_BOOLS = (None, 0, 1, "yes", 1.0)
 NOT_INTEGERS = ("1", 1.0, nan, True, [1])
@@ -84,6 +84,24 @@ SAMPLING: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     ),
     "seed": ((None, 0, MAX_SEED), (-1, MAX_SEED + 1, *NOT_INTEGERS), f"an integer, from 0 to {MAX_SEED}, or None"),
     "ignore_eos": ((True, False), NOT_BOOLS, "True or False"),
+    "include_prompt": ((True, False), NOT_BOOLS, "True or False"),
+    "include_stop_str_in_output": ((True, False), NOT_BOOLS, "True or False"),
+    "min_p": ((0, 0.0, 0.5, 1), (-0.1, 1.1, None, *NOT_NUMBERS), "a finite number, at least 0 and at most 1"),
+    "typical_p": ((0.01, 1, 1.0), (0, 1.1, None, *NOT_NUMBERS), "a finite number, above 0 and at most 1"),
+    "repetition_penalty": ((0.1, 1, 2.5), (0, -1, None, *NOT_NUMBERS), "a finite number, above 0"),
+    "presence_penalty": ((-2, 0.0, 2), (-2.1, 2.1, None, *NOT_NUMBERS), "a finite number, at least -2 and at most 2"),
+    "frequency_penalty": ((-2, 0.0, 2), (-2.1, 2.1, None, *NOT_NUMBERS), "a finite number, at least -2 and at most 2"),
+    "logit_bias": (({}, {3: 1.0}), (None, [1], "a"), "a dict of token ids and numbers"),
+    "bad_words_ids": (((), ((1,), (2, 3))), ("abc", 5, [[]]), "a list of lists of token ids"),
+    "suppress_tokens": (((), (1, 2)), ("12", 1.0, [1.5], ["1"]), "sequence of token ids"),
+    "min_new_tokens": ((0, 5), (-1, None, *NOT_INTEGERS), "an integer, at least 0"),
+    "stop": (((), ("a", "bc")), ("", [""], 5, [1]), "a text or a list of texts, none of them empty"),
+    "logprobs": ((None, 0, 20), (-1, 21, *NOT_INTEGERS), "an integer, from 0 to 20, or None"),
+    "prompt_logprobs": ((None, 0, 20), (-1, 21, *NOT_INTEGERS), "an integer, from 0 to 20, or None"),
+    "logprobs_mode": (("raw", "processed"), ("both", None, 1), '"processed" or "raw"'),
+    "n": ((1, 64), (0, -1, None, *NOT_INTEGERS), "an integer, from 1 to 1024"),
+    "logits_processors": (((), (print,)), (5, [5], None), "a list of callables"),
+    "processors": (({}, {"min_length": 3}), (5,), "a dict of settings of transformers' GenerationConfig"),
 }
 
 HINTS = dict.fromkeys(
@@ -123,6 +141,8 @@ def test_accepted_values_are_kept(accepted: tuple[type, str, Any]) -> None:
     if name == "stop_token_ids":
         assert kept == tuple(np.atleast_1d([] if value is None else np.array(list_or_scalar(value))).tolist())
         assert all(type(token) is int for token in kept)
+    elif isinstance(value, tuple | dict):
+        assert kept == value and type(kept) is type(value)
     else:
         assert kept is value
 
@@ -206,7 +226,7 @@ def test_page_size_gives_no_warning() -> None:
 def test_sampling_params_from_a_mapping() -> None:
     params = SamplingParams.from_mapping({"temperature": 0.5, "top_k": 3})
     assert params == SamplingParams(temperature=0.5, top_k=3)
-    with pytest.raises(ValueError, match=r"'beams'; known ones are ignore_eos, max_tokens, seed"):
+    with pytest.raises(ValueError, match=r"'beams'; known ones are bad_words_ids, begin_suppress_tokens, encoder"):
         SamplingParams.from_mapping({"top_k": 3, "beams": 4})
     with pytest.raises(ValueError, match="top_k=-2"):
         SamplingParams.from_mapping({"top_k": -2})

@@ -693,11 +693,11 @@ def test_generate_batch_takes_generation_settings_as_keywords(model: Any) -> Non
 
 
 def test_processors_are_dropped_with_a_warning_or_refused(model: Any, caplog: pytest.LogCaptureFixture) -> None:
-    generation = GenerationConfig(max_new_tokens=2, repetition_penalty=1.5)
+    generation = GenerationConfig(max_new_tokens=2, guidance_scale=1.5)
     model.generate_batch([[5]], generation, CONFIG)
-    assert "repetition_penalty" in caplog.text
+    assert "guidance_scale" in caplog.text
     strict = ContinuousBatchingConfig(page_size=8, num_blocks=8, drop_unsupported_processors=False)
-    with pytest.raises(InvalidValueError, match="repetition_penalty"):
+    with pytest.raises(InvalidValueError, match="guidance_scale"):
         model.generate_batch([[5]], generation, strict)
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from legato.models import AutoTokenizer as AutoTokenizer
     from legato.request import GenerationOutput as GenerationOutput
     from legato.request import RequestStatus as RequestStatus
-    from legato.request import SamplingParams as SamplingParams
+    from legato.sampling_params import SamplingParams as SamplingParams
 
 __version__ = "0.1.0"
 

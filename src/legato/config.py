@@ -68,8 +68,8 @@ class ContinuousBatchingConfig:
             the type of the weights. None: where it can; True: refuse a model where it cannot; False: never.
         kv_cache_dtype: type of K and V in the cache, "float32" or "bfloat16". None: float32 with the fused decoder,
             else the model's own, which then is the only choice.
-        quantization: "int8": the fused decoder multiplies whole numbers, of weights (a scale for each output) times
-            activations (a scale for each token), the head included. None: weights as they are.
+        quantization: "int8": the fused decoder keeps weights as whole numbers of 8 bits, a scale for each output, the
+            head included; activations may be rounded to 16 bits, a scale for each token. None: weights as they are.
         auto_switch_to_flash: run a model loaded as eager or sdpa on FlashAttention where it is to be had.
         seed: sampling seed of requests that bring none.
         max_queue_size: waiting requests accepted; 0: no limit.

@@ -146,14 +146,15 @@ class EngineThread:
         Returns:
             Whether they were accepted; raises as `accepts` does.
         """
+        samples = [sample for request in requests for sample in (request, *request.children)]
         with self._turn:
-            if not self.accepts(len(requests)):
+            if not self.accepts(len(samples)):
                 return False
             engine = self._live_engine()
-            self._router.expect([request.request_id for request in requests], handler)
+            self._router.expect([sample.request_id for sample in samples], handler)
+            self._unfinished.update((s.request_id, s) for s in samples if s.status < RequestStatus.FINISHED)
             for request in requests:
                 if request.status < RequestStatus.FINISHED:
-                    self._unfinished[request.request_id] = request
                     engine.submit(request)
             self._turn.notify_all()
         self._router.publish([r.output() for r in requests if r.status >= RequestStatus.FINISHED])

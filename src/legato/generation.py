@@ -2,49 +2,29 @@
 
 import random
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import GenerationConfig
 
 from legato.checks import check_bool, check_int, optional_token_ids, refuse, token_ids
+from legato.engine.processors import RowProcessors
+from legato.engine.token_edits import TokenEdits
 from legato.errors import InvalidValueError
-from legato.request import MAX_SEED, Request, RequestSpec, SamplingParams
+from legato.filters import NAMES
+from legato.request import Request, RequestSpec
+from legato.sampling_params import MAX_SEED, PROCESSOR_SETTINGS, SamplingParams
+from legato.stop_text import StopText
 
 DEFAULT_NEW_TOKENS = 20  # what `model.generate` does when told nothing
 
-# Settings that make a logits processor, with the values that ask for none.
-_PROCESSORS: dict[str, tuple[Any, ...]] = {
-    "min_length": (0,),
-    "min_new_tokens": (0,),
-    "min_p": (0, 0.0),
-    "top_h": (),
-    "typical_p": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "repetition_penalty": (1.0,),
-    "encoder_repetition_penalty": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "bad_words_ids": (),
-    "renormalize_logits": (False,),
-    "forced_bos_token_id": (),
-    "forced_eos_token_id": (),
-    "remove_invalid_values": (False,),
-    "exponential_decay_length_penalty": (),
-    "suppress_tokens": (),
-    "begin_suppress_tokens": (),
-    "sequence_bias": (),
-    "guidance_scale": (1, 1.0),
-    "watermarking_config": (),
-}
+# Settings that ask for a logits processor which cannot work here, with the values that ask for none.
+_DROPPED: dict[str, tuple[Any, ...]] = {"guidance_scale": (1, 1.0)}  # it runs the model a second time
 
 # Settings that change how generation proceeds or ends, so that leaving them out would give other tokens.
 _NOT_SUPPORTED: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,),
-    "num_return_sequences": (1,),
-    "stop_strings": (),
     "max_time": (),
     "penalty_alpha": (0.0,),
     "dola_layers": (),
@@ -67,7 +47,7 @@ class GenerationDefaults:
         eos_token_ids: end-of-sequence tokens.
         max_new_tokens: new tokens; None: by `max_length`.
         max_length: prompt and answer together; None: 20 new tokens.
-        dropped: settings that ask for logits processors which do not exist here.
+        dropped: settings that ask for logits processors which cannot work here.
     """
 
     do_sample: bool
@@ -103,14 +83,30 @@ class GenerationDefaults:
         check_int("max_new_tokens", max_new_tokens, 1, optional=True)
         return cls(
             do_sample=bool(value("do_sample", False)),
-            params=SamplingParams(
-                temperature=value("temperature", 1.0), top_k=value("top_k", 50), top_p=value("top_p", 1.0)
-            ),
+            params=_default_params(value),
             eos_token_ids=tuple(optional_token_ids("eos_token_id", value("eos_token_id", None))),
             max_new_tokens=max_new_tokens,
             max_length=value("max_length", None),
-            dropped=tuple(name for name, neutral in _PROCESSORS.items() if value(name, None) not in (None, *neutral)),
+            dropped=tuple(name for name, neutral in _DROPPED.items() if value(name, None) not in (None, *neutral)),
         )
+
+
+def _default_params(value: Callable[[str, Any], Any]) -> SamplingParams:
+    """Of what a generation config says, by the names it has there."""
+    return SamplingParams(
+        temperature=value("temperature", 1.0),
+        top_k=value("top_k", 50),
+        top_p=value("top_p", 1.0),
+        min_p=value("min_p", 0.0),
+        typical_p=value("typical_p", 1.0),
+        repetition_penalty=value("repetition_penalty", 1.0),
+        bad_words_ids=value("bad_words_ids", ()),
+        suppress_tokens=value("suppress_tokens", ()),
+        min_new_tokens=value("min_new_tokens", 0),
+        stop=value("stop_strings", ()),
+        n=value("num_return_sequences", 1),
+        processors={name: value(name, None) for name in PROCESSOR_SETTINGS},
+    )
 
 
 def _refuse_unsupported(values: Mapping[str, Any]) -> None:
@@ -127,13 +123,25 @@ class RequestFactory:
         max_length: tokens a sequence may have by the model.
         cache_tokens: tokens a sequence may have by the cache.
         seed: of the seeds of requests that bring none; None: at random.
+        return_logprobs: give every request's tokens their log-probabilities.
+        tokenizer: for texts that stop; None: they are refused.
     """
 
-    def __init__(self, vocab_size: int, max_length: int, cache_tokens: int, seed: int | None) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        max_length: int,
+        cache_tokens: int,
+        seed: int | None,
+        return_logprobs: bool = False,
+        tokenizer: Any = None,
+    ) -> None:
         self._vocab_size = vocab_size
         self._max_length = max_length
         self._cache_tokens = cache_tokens
         self._random = random.Random(seed)
+        self._return_logprobs = return_logprobs
+        self._tokenizer = tokenizer
 
     def make(self, defaults: GenerationDefaults, request_id: str, spec: RequestSpec) -> Request:
         """A request that the engine can see through to its end.
@@ -148,22 +156,39 @@ class RequestFactory:
             raise refuse("cache_salt", spec.cache_salt, "a string or None")
         prompt = self._prompt(spec.input_ids)
         params = _sampling(defaults, spec.sampling)
+        self._check_token_ids(params)
         eos = spec.eos_token_id
-        eos_token_ids = defaults.eos_token_ids if eos is None else optional_token_ids("eos_token_id", eos)
-        stops = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else eos_token_ids)
-        return Request(
-            request_id=request_id,
-            prompt_ids=prompt,
-            params=params,
-            max_new_tokens=self._new_tokens(defaults, len(prompt), spec.max_new_tokens, params.max_tokens),
-            stop_token_ids=stops,
-            seed=self._random.randint(0, MAX_SEED) if params.seed is None else params.seed,
-            streaming=spec.streaming,
-            created_time=time.perf_counter(),
-            tokens=prompt.copy(),
-            cache_salt=spec.cache_salt,
-            timestamps=[] if spec.record_timestamps else None,
-        )
+        eos_token_ids = () if params.ignore_eos else defaults.eos_token_ids if eos is None else _eos(eos)
+        max_new_tokens = self._new_tokens(defaults, len(prompt), spec.max_new_tokens, params.max_tokens)
+        if spec.score_from is not None:
+            check_int("score_from", spec.score_from, 1, len(prompt))
+            max_new_tokens = 0
+        seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
+
+        def sample(number: int) -> Request:
+            return Request(
+                request_id=request_id if number == 0 else f"{request_id}:{number}",
+                prompt_ids=prompt,
+                params=params,
+                max_new_tokens=max_new_tokens,
+                stop_token_ids=frozenset((*params.stop_token_ids, *eos_token_ids)),
+                seed=(seed + number) % (MAX_SEED + 1),
+                streaming=spec.streaming,
+                created_time=created_time,
+                tokens=prompt.copy(),
+                cache_salt=spec.cache_salt,
+                num_logprobs=0 if params.logprobs is None and self._return_logprobs else params.logprobs,
+                score_from=_score_from(params, spec) if number == 0 else None,
+                stop_text=self._stop_text(params),
+                timestamps=[] if spec.record_timestamps else None,
+                **_logits_changes(params, prompt, eos_token_ids, max_new_tokens, self._vocab_size),
+            )
+
+        created_time = time.perf_counter()
+        request = sample(0)
+        if max_new_tokens:
+            request.children += [sample(number) for number in range(1, params.n)]
+        return request
 
     def make_failed(self, request_id: str, spec: RequestSpec, error: str) -> Request:
         """The request that stands for a spec which can never be served: it has failed already."""
@@ -180,6 +205,26 @@ class RequestFactory:
         )
         request.finish("error", error, request.created_time)
         return request
+
+    def _stop_text(self, params: SamplingParams) -> StopText | None:
+        if not params.stop:
+            return None
+        if self._tokenizer is None:
+            raise InvalidValueError(
+                f"stop={params.stop!r} needs the model's tokenizer: use LLM, or give tokenizer= to the manager"
+            )
+        return StopText(self._tokenizer, params.stop, params.include_stop_str_in_output)
+
+    def _check_token_ids(self, params: SamplingParams) -> None:
+        named = {
+            "logit_bias": params.logit_bias,
+            "suppress_tokens": params.suppress_tokens,
+            "bad_words_ids": [token_id for ids in params.bad_words_ids for token_id in ids],
+        }
+        for name, ids in named.items():
+            bad = [token_id for token_id in ids if not 0 <= token_id < self._vocab_size]
+            if bad:
+                raise InvalidValueError(f"{name} has token id {bad[0]}: the model knows 0 to {self._vocab_size - 1}")
 
     def _prompt(self, input_ids: Any) -> list[int]:
         prompt = token_ids("input_ids", input_ids)
@@ -215,13 +260,38 @@ class RequestFactory:
         return wanted
 
 
+def _score_from(params: SamplingParams, spec: RequestSpec) -> int | None:
+    return 1 if spec.score_from is None and params.prompt_logprobs is not None else spec.score_from
+
+
+def _eos(value: Any) -> tuple[int, ...]:
+    """-1 is none."""
+    return tuple(token_id for token_id in optional_token_ids("eos_token_id", value) if token_id >= 0)
+
+
+def _logits_changes(
+    params: SamplingParams, prompt: list[int], eos_token_ids: tuple[int, ...], max_new_tokens: int, vocab_size: int
+) -> dict[str, Any]:
+    """Edits where they are enough, else processors that do everything."""
+    if RowProcessors.needed(params):
+        return {"processors": RowProcessors(params, prompt, eos_token_ids, max_new_tokens, vocab_size)}
+    stops = frozenset((*params.stop_token_ids, *eos_token_ids))
+    return {"edits": TokenEdits.needed(params, len(prompt), stops)}
+
+
 def _sampling(defaults: GenerationDefaults, given: Mapping[str, Any]) -> SamplingParams:
-    """The defaults with what the request sets itself; temperature 0 unless it is to be sampled."""
+    """The defaults with what the request sets itself; temperature 0 unless it is to be sampled.
+
+    Giving any of what is about drawing makes a request sample.
+    """
     settings = {name: value for name, value in given.items() if value is not None}
     do_sample = settings.pop("do_sample", None)
     check_bool("do_sample", do_sample, optional=True)
-    params = SamplingParams.from_mapping(settings)
-    unset = {f: getattr(defaults.params, f) for f in ("temperature", "top_k", "top_p") if f not in settings}
     if do_sample is None:
-        do_sample = defaults.do_sample or len(unset) < 3
-    return replace(params, **unset) if do_sample else replace(params, temperature=0.0)
+        do_sample = defaults.do_sample or any(name in settings for name in NAMES)
+    merged = {**defaults.params.as_dict(), **settings}
+    loose = [name for name in settings if name in PROCESSOR_SETTINGS]
+    own = SamplingParams(processors=settings.get("processors", {})).processors
+    merged["processors"] = {**defaults.params.processors, **own, **{name: merged.pop(name) for name in loose}}
+    params = SamplingParams.from_mapping(merged)
+    return params if do_sample else replace(params, temperature=0.0)

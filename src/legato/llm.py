@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import asdict
 from types import TracebackType
 from typing import Any
 
@@ -13,8 +12,9 @@ from legato.errors import InvalidValueError, ManagerStateError
 from legato.manager import ContinuousBatchingManager
 from legato.model_api import enable
 from legato.models import load_model, load_tokenizer
-from legato.progress import completed
-from legato.request import GenerationOutput, RequestSpec, SamplingParams
+from legato.progress import completed_in_order
+from legato.request import GenerationOutput, RequestSpec
+from legato.sampling_params import SamplingParams
 from legato.text import IncrementalDecoder, Message, decode, encode, encode_chat
 
 DEFAULT_MAX_TOKENS = 256
@@ -71,7 +71,8 @@ class LLM:
             use_tqdm: show a progress bar where stderr is a terminal.
 
         Returns:
-            Final outputs in input order, with `text`. A prompt that can never be served has status FAILED.
+            Final outputs in input order, with `text`; `n` of them for each prompt. A prompt that can never
+            be served has status FAILED.
 
         Raises:
             EngineError: the engine failed; `__cause__` is why.
@@ -108,6 +109,36 @@ class LLM:
         input_ids = encode_chat(self.tokenizer, prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
         return self._stream(self._spec(input_ids, sampling_params, streaming=True))
 
+    def score(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        completions: Prompt | Sequence[Prompt],
+        top: int = 0,
+        use_tqdm: bool = True,
+    ) -> list[GenerationOutput]:
+        """Log-probabilities of given completions, each after its prompt; nothing is generated.
+
+        Args:
+            prompts, completions: texts or token ids, as many of one as of the other. Texts are tokenized together, and
+                the completion begins after as many tokens as the prompt has by itself.
+            top: also the likeliest tokens in each place, so many, up to 20.
+            use_tqdm: show a progress bar where stderr is a terminal.
+
+        Returns:
+            Final outputs in input order; `prompt_logprobs` has an entry for each token of prompt and completion, None
+            for those of the prompt. One that can never be served has status FAILED.
+
+        Raises:
+            InvalidValueError: there are more of one than of the other.
+            EngineError: the engine failed; `__cause__` is why.
+        """
+        given, wanted = _as_list(prompts), _as_list(completions)
+        if len(given) != len(wanted):
+            raise InvalidValueError(f"completions has {len(wanted)} entries for {len(given)} prompts")
+        pairs = [self._encode_pair(prompt, completion) for prompt, completion in zip(given, wanted, strict=True)]
+        specs = [RequestSpec(ids, sampling={"prompt_logprobs": top}, score_from=start) for ids, start in pairs]
+        return [output for (output,) in completed_in_order(self.manager, specs, use_tqdm)]
+
     def close(self) -> None:
         """Stop at once and free the cache. The next call starts anew."""
         with self._making:
@@ -129,7 +160,9 @@ class LLM:
         """The running manager behind this object."""
         with self._making:
             if self._manager is None:
-                self._manager = self.model.init_continuous_batching(continuous_batching_config=self._config)
+                self._manager = self.model.init_continuous_batching(
+                    continuous_batching_config=self._config, tokenizer=self.tokenizer
+                )
                 self._manager.start()
             return self._manager
 
@@ -143,33 +176,52 @@ class LLM:
         if len(each) != len(inputs):
             raise InvalidValueError(f"sampling_params has {len(each)} entries for {len(inputs)} prompts")
         specs = [self._spec(ids, p) for ids, p in zip(inputs, each, strict=True)]
-        outputs = dict(completed(self.manager, specs, show_progress))
-        for output in outputs.values():
-            output.text = decode(self.tokenizer, output.generated_tokens)
-        return [outputs[index] for index in range(len(specs))]
+        outputs = completed_in_order(self.manager, specs, show_progress)
+        for samples, p in zip(outputs, each, strict=True):
+            for output in samples:
+                output.text = self._text(output, p)
+        return [output for samples in outputs for output in samples]
+
+    def _text(self, output: GenerationOutput, params: SamplingParams | None) -> str:
+        text = decode(self.tokenizer, output.generated_tokens) if output.text is None else output.text
+        return decode(self.tokenizer, output.prompt_ids) + text if params and params.include_prompt else text
 
     def _stream(self, spec: RequestSpec) -> Iterator[str]:
-        decoder, seen = IncrementalDecoder(self.tokenizer), 0
+        decoder, seen, given = IncrementalDecoder(self.tokenizer), 0, 0
+        if spec.sampling.get("include_prompt"):
+            yield decode(self.tokenizer, spec.input_ids)
         with closing(self.manager.as_completed([spec])) as outputs:
             for _, output in outputs:
                 if output.error is not None:
                     kind = InvalidValueError if output.finish_reason == "error" else ManagerStateError
                     raise kind(output.error)
-                piece = decoder.push(output.generated_tokens[seen:])
-                seen = len(output.generated_tokens)
+                if output.text is not None:
+                    piece, given = output.text[given:], len(output.text)
+                else:
+                    piece = decoder.push(output.generated_tokens[seen:])
+                    seen = len(output.generated_tokens)
                 if piece:
                     yield piece
         if rest := decoder.finish():
             yield rest
 
     def _spec(self, input_ids: Sequence[int], params: SamplingParams | None, streaming: bool = False) -> RequestSpec:
-        sampling = {} if params is None else asdict(params)
+        sampling = {} if params is None else params.as_dict()
         max_tokens = sampling.get("max_tokens") or self._default_max_tokens
         return RequestSpec(input_ids, max_tokens, streaming=streaming, sampling=sampling)
 
     @property
     def _default_max_tokens(self) -> int:
         return getattr(self.model.generation_config, "max_new_tokens", None) or DEFAULT_MAX_TOKENS
+
+    def _encode_pair(self, prompt: Any, completion: Any) -> tuple[list[int], int]:
+        """Token ids of both, and where the completion begins."""
+        if isinstance(prompt, str) and isinstance(completion, str):
+            whole, start = self._encode(prompt + completion), len(self._encode(prompt))
+        else:
+            start = len(self._encode(prompt))
+            whole = [*self._encode(prompt), *self._encode(completion)]
+        return whole, max(1, start)  # nothing tells how likely a first token is
 
     def _encode(self, prompt: Any) -> list[int]:
         return encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt

@@ -35,6 +35,7 @@ class ContinuousBatchingManager:
         generation_config: what requests do unless they say otherwise; None: the model's own.
         continuous_batching_config: memory and scheduling; None: defaults.
         workload_hints: what is known of the requests to come.
+        tokenizer: the model's; requests that stop at texts need it.
 
     Raises:
         ValueError: a setting that cannot work.
@@ -49,6 +50,7 @@ class ContinuousBatchingManager:
         generation_config: GenerationConfig | None = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
         workload_hints: WorkloadHints | None = None,
+        tokenizer: Any = None,
     ) -> None:
         self.config = replace(ContinuousBatchingConfig.convert(continuous_batching_config))  # checked once more
         self.config.require_implemented()
@@ -60,6 +62,8 @@ class ContinuousBatchingManager:
             self._facts.shape.max_length,
             self._facts.max_request_tokens,
             self.config.seed,
+            self.config.return_logprobs,
+            tokenizer,
         )
         self._router = OutputRouter()
         self._thread = EngineThread(engine, self._router, self.config.max_queue_size)
@@ -161,11 +165,13 @@ class ContinuousBatchingManager:
             record_timestamps: note when each token was generated.
             eos_token_id: tokens that end the request instead of the generation config's; -1 for none.
             cache_salt: only requests with the same one share cached prefixes: keeps tenants apart.
-            **sampling: `do_sample`, or fields of `SamplingParams`, for this request alone. Giving any of temperature,
-                top_k and top_p makes it sample.
+            **sampling: `do_sample`, or fields of `SamplingParams`, for this request alone, or further settings of
+                `GenerationConfig` that ask for logits processors. Giving any of temperature, top_k, top_p, min_p and
+                typical_p makes it sample.
 
         Returns:
-            The id; None when the manager is stopping or stopped: nothing was queued, and a warning says so.
+            The id, that of the first of `n` samples: the others' are it with ":1", ":2" and so on after it.
+            None when the manager is stopping or stopped: nothing was queued, and a warning says so.
 
         Raises:
             InvalidValueError: the request can never be served. Other requests are not touched.
@@ -196,7 +202,8 @@ class ContinuousBatchingManager:
         A prompt that can never be served fails alone: its output is FAILED and carries the reason.
 
         Returns:
-            Ids in input order; none when the manager is stopping or stopped.
+            Ids in input order, those of all samples of a prompt one after the other; none when the manager
+            is stopping or stopped.
 
         Raises:
             InvalidValueError: arguments wrong for all of them. Nothing was queued.
@@ -205,12 +212,15 @@ class ContinuousBatchingManager:
         """
         common = RequestSpec([0], max_new_tokens, streaming, record_timestamps, eos_token_id, cache_salt, sampling)
         self._factory.make(self._defaults, "all", common)  # what is wrong for all is raised here and now
-        return self._add_specs([replace(common, input_ids=ids) for ids in inputs], None)
+        families = self._add_specs([replace(common, input_ids=ids) for ids in inputs], None)
+        return [request_id for family in families for request_id in family]
 
     def as_completed(
         self, specs: Sequence[RequestSpec], heartbeat: Callable[[], object] | None = None
     ) -> Generator[tuple[int, GenerationOutput], None, None]:
         """Submit requests and yield their outputs, partial ones of streaming requests too, as they come.
+
+        A request of `n` samples has so many final outputs.
 
         Closing the iterator early cancels what is unfinished. A request that can never be served fails alone.
 
@@ -229,10 +239,10 @@ class ContinuousBatchingManager:
             self._thread.check()
             raise ManagerStateError("as_completed() needs a running manager: call start() first")
         outputs: SimpleQueue[GenerationOutput] = SimpleQueue()
-        ids = self._add_specs(specs, outputs.put)
-        if len(ids) < len(specs):
+        families = self._add_specs(specs, outputs.put)
+        if len(families) < len(specs):
             raise ManagerStateError("the manager is stopped or stopping: nothing was submitted")
-        unfinished = {request_id: index for index, request_id in enumerate(ids)}
+        unfinished = {request_id: index for index, family in enumerate(families) for request_id in family}
         try:
             while unfinished:
                 output = _next_output(outputs, heartbeat)
@@ -334,24 +344,30 @@ class ContinuousBatchingManager:
         dropped = ", ".join(defaults.dropped)
         if dropped and not self.config.drop_unsupported_processors:
             raise InvalidValueError(
-                f"no logits processor for {dropped} exists here; drop_unsupported_processors=True leaves it out"
+                f"no logits processor for {dropped} can work here; drop_unsupported_processors=True leaves it out"
             )
         if dropped:
-            logger.warning("dropped, as no logits processor for them exists here: %s", dropped)
+            logger.warning("dropped, as no logits processor for them can work here: %s", dropped)
         return defaults
 
     def _new_ids(self, count: int) -> list[str]:
         fresh = (i for i in map("req_{}".format, self._id_numbers) if not self._router.knows(i))
         return list(itertools.islice(fresh, count))
 
-    def _add_specs(self, specs: Sequence[RequestSpec], handler: ResultHandler | None) -> list[str]:
+    def num_samples(self, spec: RequestSpec) -> int:
+        """Final outputs that a request will have."""
+        return spec.sampling.get("n") or self._defaults.params.n
+
+    def _add_specs(self, specs: Sequence[RequestSpec], handler: ResultHandler | None) -> list[list[str]]:
+        """The ids of each one's samples; none at all, when the manager is stopping or stopped."""
         if not specs or not self._thread.accepts(len(specs)):
             return []
         ids = self._new_ids(len(specs))
         requests = [self._make_or_fail(i, spec) for i, spec in zip(ids, specs, strict=True)]
+        families = [[one.request_id for one in (request, *request.children)] for request in requests]
         if self.config.allow_block_sharing:
             requests.sort(key=lambda request: request.prompt_ids)
-        return ids if self._thread.submit(requests, handler) else []
+        return families if self._thread.submit(requests, handler) else []
 
     def _make_or_fail(self, request_id: str, spec: RequestSpec) -> Request:
         try:

@@ -5,6 +5,7 @@ With pages of 4 KiB a pass over weights or cache spends a third of its time on f
 
 import contextlib
 import mmap
+from math import prod
 
 import torch
 from torch import Tensor
@@ -33,12 +34,12 @@ class LargePageArena:
         self._slab = torch.empty(0, dtype=torch.uint8)
         self._used = 0
 
-    def store(self, tensor: Tensor) -> Tensor:
-        """A copy of `tensor`, contiguous, aligned to 64 bytes."""
-        size = tensor.numel() * tensor.element_size()
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A contiguous tensor, aligned to 64 bytes; what is in it is not said."""
+        size = prod(shape) * dtype.itemsize
         if self._used + size > self._slab.numel():
             self._slab = zeros_in_large_pages(max(size, _SLAB_BYTES), torch.uint8)
             self._used = 0
         place = self._slab[self._used : self._used + size]
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
-        return place.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        return place.view(dtype).view(shape)

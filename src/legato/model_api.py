@@ -17,7 +17,7 @@ from legato.errors import InvalidValueError
 from legato.generation import GenerationDefaults
 from legato.manager import ContinuousBatchingManager
 from legato.models import load_model
-from legato.progress import completed
+from legato.progress import completed_in_order
 from legato.request import GenerationOutput, RequestSpec
 
 logger = logging.getLogger(__name__)
@@ -66,10 +66,11 @@ def init_continuous_batching(
     generation_config: GenerationConfig | None = None,
     continuous_batching_config: ContinuousBatchingConfig | None = None,
     workload_hints: WorkloadHints | None = None,
+    tokenizer: Any = None,
 ) -> ContinuousBatchingManager:
     """A manager for this model, not started. See `ContinuousBatchingManager` for arguments and errors."""
     generation_config, continuous_batching_config = _split_configs(generation_config, continuous_batching_config)
-    return ContinuousBatchingManager(self, generation_config, continuous_batching_config, workload_hints)
+    return ContinuousBatchingManager(self, generation_config, continuous_batching_config, workload_hints, tokenizer)
 
 
 @contextmanager
@@ -82,6 +83,7 @@ def continuous_batching_context_manager(
     persistent_manager: bool = False,
     warmup: bool = True,
     workload_hints: WorkloadHints | None = None,
+    tokenizer: Any = None,
 ) -> Iterator[ContinuousBatchingManager]:
     """A running manager, stopped and destroyed on leaving.
 
@@ -89,11 +91,14 @@ def continuous_batching_context_manager(
         block, timeout: as of `ContinuousBatchingManager.stop`.
         persistent_manager: keep the manager on the model after stopping it, for the next use with equal settings.
         warmup: nothing needs warming on the reference path; accepted for the paths that do.
+        tokenizer: as of `ContinuousBatchingManager`; a persistent manager keeps the one it was made with.
     """
     generation_config, continuous_batching_config = _split_configs(generation_config, continuous_batching_config)
     manager = _take_persistent(self, generation_config, continuous_batching_config)
     if manager is None:
-        manager = init_continuous_batching(self, generation_config, continuous_batching_config, workload_hints)
+        manager = init_continuous_batching(
+            self, generation_config, continuous_batching_config, workload_hints, tokenizer
+        )
     try:
         with manager.session(block, timeout):
             yield manager
@@ -115,6 +120,7 @@ def generate_batch(
     progress_bar: bool = True,
     persistent_manager: bool = False,
     warmup: bool = True,
+    tokenizer: Any = None,
     **kwargs: Any,
 ) -> dict[str, GenerationOutput]:
     """Generate for a list of prompts, and return when all are done.
@@ -125,10 +131,11 @@ def generate_batch(
         continuous_batching_config: memory and scheduling.
         record_timestamps: note when each token was generated.
         progress_bar: show one where stderr is a terminal.
-        persistent_manager, warmup: as of `continuous_batching_context_manager`.
+        persistent_manager, warmup, tokenizer: as of `continuous_batching_context_manager`.
 
     Returns:
-        Each prompt's final output by request id, in input order. A prompt that can never be served (empty, or longer
+        Each prompt's final outputs by request id, in input order, one for each of `num_return_sequences`. A
+        prompt that can never be served (empty, or longer
         than cache or model allow) has status FAILED and says why in `error`; the others are not touched.
 
     Raises:
@@ -149,9 +156,10 @@ def generate_batch(
         persistent_manager=persistent_manager,
         warmup=warmup,
         workload_hints=hints,
+        tokenizer=tokenizer,
     ) as manager:
-        outputs = dict(completed(manager, specs, progress_bar))
-    return {outputs[index].request_id: outputs[index] for index in range(len(specs))}
+        outputs = completed_in_order(manager, specs, progress_bar)
+    return {output.request_id: output for samples in outputs for output in samples}
 
 
 def _split_configs(
@@ -182,8 +190,8 @@ def _with_overrides(config: GenerationConfig | None, overrides: dict[str, Any]) 
 
 
 def _hints(model: Any, inputs: Sequence[Sequence[int]], config: GenerationConfig | None) -> WorkloadHints:
-    longest = max(1, *(len(ids) for ids in inputs))
-    return WorkloadHints(longest, max(1, GenerationDefaults.of(model, config).new_tokens(longest)), len(inputs))
+    longest, defaults = max(1, *(len(ids) for ids in inputs)), GenerationDefaults.of(model, config)
+    return WorkloadHints(longest, max(1, defaults.new_tokens(longest)), len(inputs) * defaults.params.n)
 
 
 def _take_persistent(

@@ -8,6 +8,16 @@ from legato.manager import ContinuousBatchingManager
 from legato.request import GenerationOutput, RequestSpec
 
 
+def completed_in_order(
+    manager: ContinuousBatchingManager, specs: Sequence[RequestSpec], show: bool
+) -> list[list[GenerationOutput]]:
+    """`completed`, and then all samples of each request, in the order of their ids."""
+    outputs: list[list[GenerationOutput]] = [[] for _ in specs]
+    for index, output in completed(manager, specs, show):
+        outputs[index].append(output)
+    return [sorted(samples, key=lambda one: (len(one.request_id), one.request_id)) for samples in outputs]
+
+
 def completed(
     manager: ContinuousBatchingManager, specs: Sequence[RequestSpec], show: bool
 ) -> Iterator[tuple[int, GenerationOutput]]:
@@ -16,8 +26,8 @@ def completed(
     Yields:
         (index in `specs`, final output), in the order of completion.
     """
-    before = manager.stats.num_generated_tokens
-    with tqdm(total=len(specs), unit="req", disable=None if show else True, dynamic_ncols=True) as bar:
+    before, total = manager.stats.num_generated_tokens, sum(manager.num_samples(spec) for spec in specs)
+    with tqdm(total=total, unit="req", disable=None if show else True, dynamic_ncols=True) as bar:
 
         def describe() -> None:
             stats, seconds = manager.stats, bar.format_dict["elapsed"]

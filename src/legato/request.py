@@ -1,15 +1,14 @@
 """A request, what it asks for, and what comes back."""
 
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
-from legato.checks import check_bool, check_int, check_number, optional_token_ids
-from legato.errors import InvalidValueError
-
-MAX_SEED = 2**64 - 1
+from legato.engine.token_edits import TokenEdits
+from legato.sampling_params import SamplingParams
+from legato.stop_text import StopText
 
 
 class RequestStatus(IntEnum):
@@ -22,56 +21,17 @@ class RequestStatus(IntEnum):
     FAILED = 4
 
 
-@dataclass(frozen=True)
-class SamplingParams:
-    """How one request is sampled and when it stops.
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position.
 
-    Args:
-        temperature: 0 is greedy; logits are divided by it otherwise. Finite, at least 0.
-        top_k: sample from the k likeliest tokens; 0, -1 or None: from all.
-        top_p: sample from the smallest set of likeliest tokens whose probability reaches this, in (0, 1].
-        max_tokens: new tokens at most, at least 1. None: what the model's generation config says, else 256.
-        stop_token_ids: tokens that end the request besides the model's own end-of-sequence tokens.
-        seed: in [0, 2**64); the same seed gives the same tokens whatever runs beside it. None: drawn at random.
-        ignore_eos: go on past the model's end-of-sequence tokens (`stop_token_ids` still stop).
-
-    Raises:
-        InvalidValueError: a value out of range.
+    Attributes:
+        logprob: of the token that is there.
+        top: of the likeliest tokens, (token id, log-probability), as many as were asked for, likeliest first.
     """
 
-    temperature: float = 1.0
-    top_k: int | None = 0
-    top_p: float = 1.0
-    max_tokens: int | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    seed: int | None = None
-    ignore_eos: bool = False
-
-    def __post_init__(self) -> None:
-        check_number("temperature", self.temperature, 0)
-        check_int("top_k", self.top_k, -1, optional=True)
-        check_number("top_p", self.top_p, 0, 1, above=True)
-        check_int("max_tokens", self.max_tokens, 1, optional=True)
-        check_int("seed", self.seed, 0, MAX_SEED, optional=True)
-        check_bool("ignore_eos", self.ignore_eos)
-        object.__setattr__(self, "top_k", max(self.top_k or 0, 0))
-        stop_token_ids = tuple(optional_token_ids("stop_token_ids", self.stop_token_ids))
-        object.__setattr__(self, "stop_token_ids", stop_token_ids)
-
-    @classmethod
-    def from_mapping(cls, values: Mapping[str, Any]) -> "SamplingParams":
-        """`SamplingParams(**values)`, with unknown names refused by name.
-
-        Raises:
-            InvalidValueError: an unknown name or a value out of range.
-        """
-        known = {f.name for f in fields(cls)}
-        unknown = sorted(set(values) - known)
-        if unknown:
-            raise InvalidValueError(
-                f"unknown sampling parameter {unknown[0]!r}; known ones are {', '.join(sorted(known))}"
-            )
-        return cls(**values)
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -86,6 +46,7 @@ class RequestSpec:
         eos_token_id: tokens that end the request instead of the generation config's; -1 for none.
         cache_salt: only requests with the same one share cached prefixes: keeps tenants apart.
         sampling: `do_sample`, or fields of `SamplingParams`, where this request differs from the generation config.
+        score_from: generate nothing, but give the log-probabilities of the prompt's tokens from this one on, 1 or more.
     """
 
     input_ids: Any
@@ -95,6 +56,7 @@ class RequestSpec:
     eos_token_id: int | list[int] | None = None
     cache_salt: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    score_from: int | None = None
 
 
 @dataclass
@@ -105,7 +67,10 @@ class GenerationOutput:
         request_id: the request's id.
         prompt_ids: token ids of the prompt.
         generated_tokens: all new token ids so far, an end-of-sequence token included.
-        logprobs: log-probability of each generated token, with `return_logprobs`; else empty.
+        logprobs: log-probability of each generated token, if asked for; else empty.
+        top_logprobs: for each generated token the likeliest in its place, (token id, log-probability), if asked for.
+        prompt_logprobs: of the prompt's tokens, None for those that were not asked about, the first among them; None if
+            none was.
         error: why the request failed, or None.
         status: FINISHED or FAILED on the final output.
         created_time: `time.perf_counter()` when the request was made, in seconds.
@@ -113,13 +78,16 @@ class GenerationOutput:
         timestamps: when each token was generated, with `record_timestamps`; else None.
         finish_reason: "stop", "length", "cancelled" or "error" on the final output, else None.
         num_cached_tokens: prompt tokens whose K and V were found in the cache when the request started.
-        text: the decoded text, where `LLM` made the request; else None.
+        text: the decoded text, where `LLM` made the request or texts may stop it: then it is cut where one did, and a
+            partial output holds back what may be the beginning of one. Else None.
     """
 
     request_id: str
     prompt_ids: list[int] = field(default_factory=list)
     generated_tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[tuple[tuple[int, float], ...]] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
     error: str | None = None
     status: RequestStatus = RequestStatus.PENDING
     created_time: float = field(default_factory=time.perf_counter)
@@ -145,8 +113,15 @@ class Request:
         max_computed_tokens: how many ever had: what is computed below that is computed again.
         num_cached_tokens: prompt tokens that were found in the cache when the request first started.
         cache_salt: only requests with the same one share pages.
+        num_logprobs: so many likeliest tokens' log-probabilities are wanted besides each new one's; None: none at all.
+        score_from: the prompt's tokens from this one on are wanted the log-probabilities of; None: of none.
+        stop_text: follows the answer's text up to one that ends it, or None.
+        edits: what its own tokens do to its logits, or None.
+        processors: its own logits processors, see `batch.ProcessedRow`, or None.
+        children: further samples of the prompt, not begun; they go on from this one's first token.
         prefix_root: where the chain of `page_hashes` begins; empty until it is asked for.
         page_hashes: of the leading complete pages of `tokens`, as far as they have been asked for.
+        prompt_logprobs: of the prompt's tokens from `score_from` on, as far as they have been computed.
         status, logprobs, timestamps, first_scheduled_time, finished_time, finish_reason, error: for its output.
     """
 
@@ -163,10 +138,17 @@ class Request:
     max_computed_tokens: int = 0
     num_cached_tokens: int = 0
     cache_salt: str | None = None
+    num_logprobs: int | None = None
+    score_from: int | None = None
+    stop_text: StopText | None = None
+    edits: TokenEdits | None = None
+    processors: Callable[[Sequence[int], Any], Any] | None = None
+    children: list["Request"] = field(default_factory=list)
     prefix_root: bytes = b""
     page_hashes: list[bytes] = field(default_factory=list)
     status: RequestStatus = RequestStatus.PENDING
-    logprobs: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     timestamps: list[float] | None = None
     first_scheduled_time: float = -1.0
     finished_time: float = -1.0
@@ -176,6 +158,30 @@ class Request:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.tokens) - len(self.prompt_ids)
+
+    @property
+    def next_scored(self) -> int:
+        """The next token of the prompt whose log-probability is wanted; past the prompt, if there is none."""
+        if self.score_from is None:
+            return len(self.prompt_ids)
+        return self.score_from + len(self.prompt_logprobs)
+
+    def num_scored(self, start: int, end: int) -> int:
+        """Tokens whose log-probabilities the logits of those from `start` to `end` - 1 give."""
+        return max(0, min(end + 1, len(self.prompt_ids)) - max(start + 1, self.next_scored))
+
+    def samples(self, end: int) -> bool:
+        """Whether a token is sampled after a pass over the tokens up to `end` - 1."""
+        return end == len(self.tokens) and self.max_new_tokens > 0
+
+    def reason_to_end(self, token_id: int) -> str | None:
+        """Whether the request ends with the token it has just been given."""
+        stop_text = self.stop_text
+        if token_id in self.stop_token_ids or (stop_text is not None and stop_text.push(token_id)):
+            return "stop"
+        if self.num_generated_tokens < self.max_new_tokens:
+            return None
+        return "stop" if stop_text is not None and stop_text.finish() else "length"
 
     def start_chain(self, prefix_root: bytes) -> None:
         """Hash the pages anew, chained from `prefix_root`; empty: the root is to be asked for."""
@@ -200,7 +206,9 @@ class Request:
             request_id=self.request_id,
             prompt_ids=self.prompt_ids.copy(),
             generated_tokens=self.tokens[len(self.prompt_ids) :],
-            logprobs=self.logprobs.copy(),
+            logprobs=[one.logprob for one in self.logprobs],
+            top_logprobs=[one.top for one in self.logprobs] if self.num_logprobs else [],
+            prompt_logprobs=self._all_prompt_logprobs(),
             error=self.error,
             status=self.status,
             created_time=self.created_time,
@@ -208,4 +216,10 @@ class Request:
             timestamps=None if self.timestamps is None else self.timestamps.copy(),
             finish_reason=self.finish_reason,
             num_cached_tokens=self.num_cached_tokens,
+            text=None if self.stop_text is None else self.stop_text.visible(self.status >= RequestStatus.FINISHED),
         )
+
+    def _all_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        if self.score_from is None:
+            return None
+        return [None] * self.score_from + list(self.prompt_logprobs)

@@ -13,7 +13,8 @@ from legato.cache.kv import KVCache
 from legato.cache.pool import AttentionGroup
 from legato.engine.batch import BatchBuilder
 from legato.engine.scheduler import ScheduledChunk
-from legato.request import Request, SamplingParams
+from legato.request import Request
+from legato.sampling_params import SamplingParams
 
 HEADS, KV_HEADS, HEAD_DIM = 6, 2, 8
 

@@ -59,7 +59,7 @@ class StubRunner:
         self.kernels.linear(torch.ones(len(hidden), 4), self.kernels.pack(torch.ones(3, 4), None), hidden)
         if len(logits):
             self.kernels.linear(hidden[batch.logits_indices], torch.ones(3, VOCAB_SIZE), logits)
-        return StepResult(logits.argmax(-1).tolist(), None)
+        return StepResult(logits.argmax(-1).tolist(), [None] * len(logits))
 
 
 def batch(cu_seqlens_q: list[int], seqused_k: list[int], sampled: list[int]) -> Batch:
@@ -74,6 +74,7 @@ def batch(cu_seqlens_q: list[int], seqused_k: list[int], sampled: list[int]) -> 
         slot_mappings=nothing,
         logits_indices=np.array(sampled, np.int64),
         sampling=nothing,
+        scored=nothing,
     )
 
 

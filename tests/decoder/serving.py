@@ -16,7 +16,8 @@ from legato.engine.batch import BatchBuilder
 from legato.engine.runner import attention_configs
 from legato.engine.scheduler import ScheduledChunk
 from legato.kernels import load_kernels
-from legato.request import Request, SamplingParams
+from legato.request import Request
+from legato.sampling_params import SamplingParams
 
 PAGE = 4
 NUM_CHUNKS = 200

@@ -1,6 +1,7 @@
 """What the fused decoder does not stand in for, and the reason it gives."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -199,7 +200,7 @@ def test_a_decoder_that_disagrees_with_the_model_is_not_used(monkeypatch: pytest
     model = tiny_model("granite")
     assert "fused decoder" in describe(model)
     other = fusing.read_spec
-    monkeypatch.setattr(fusing, "read_spec", lambda *args: fusing.replace(other(*args), residual_scale=0.71))
+    monkeypatch.setattr(fusing, "read_spec", lambda *args: replace(other(*args), residual_scale=0.71))
     assert "reference path (its logits differ from the model's own by " in describe(model)
 
 

@@ -474,4 +474,4 @@ class Setup:
         for left in (blocks._promised, blocks._promises, blocks._num_shared_pages, scheduler._awaited):
             assert not left
         assert not self.builder._rows
-        assert sorted(self.builder._free_rows) == list(range(len(self.builder._temperature)))
+        assert sorted(self.builder._free_rows) == list(range(len(self.builder._num_logprobs)))

@@ -8,7 +8,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from legato.cache.allocator import PADDING_BLOCK, BlockTable
 from legato.engine.batch import Batch, BatchBuilder
 from legato.engine.scheduler import ScheduledChunk
-from legato.request import MAX_SEED, Request, SamplingParams
+from legato.request import Request
+from legato.sampling_params import MAX_SEED, SamplingParams
 from tests.engine.toy import make_request
 
 PARAMS = (
@@ -156,14 +157,14 @@ def check_tables(
 def check_sampling(batch: Batch, requests: list[Request]) -> None:
     how = batch.sampling
     params = [request.params for request in requests]
-    assert how.temperature.tolist() == [np.float32(p.temperature) for p in params]
-    assert how.top_k.tolist() == [max(p.top_k or 0, 0) for p in params]
-    assert how.top_p.tolist() == [np.float32(p.top_p) for p in params]
+    assert how.filters.temperature.tolist() == [np.float32(p.temperature) for p in params]
+    assert how.filters.top_k.tolist() == [max(p.top_k or 0, 0) for p in params]
+    assert how.filters.top_p.tolist() == [np.float32(p.top_p) for p in params]
     assert how.seed.tolist() == [request.seed for request in requests]
     assert how.position.tolist() == [len(request.tokens) - len(request.prompt_ids) for request in requests]
     assert how.all_greedy == all(p.temperature == 0 for p in params)
-    assert (how.temperature.dtype, how.top_p.dtype) == (np.float32, np.float32)
-    assert (how.top_k.dtype, how.seed.dtype, how.position.dtype) == (np.int64, np.uint64, np.int64)
+    assert (how.filters.temperature.dtype, how.filters.top_p.dtype) == (np.float32, np.float32)
+    assert (how.filters.top_k.dtype, how.seed.dtype, how.position.dtype) == (np.int64, np.uint64, np.int64)
 
 
 TestBatchBuilder = BatchBuilderMachine.TestCase
@@ -189,4 +190,4 @@ def test_rows_are_used_again() -> None:
         request = make_request(str(i), 4)
         builder.build([ScheduledChunk(request, 4)], {str(i): (BlockTable([i + 2]),)})
         builder.forget(str(i))
-    assert len(builder._temperature) == 16
+    assert len(builder._num_logprobs) == 16

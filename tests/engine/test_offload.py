@@ -6,7 +6,8 @@ needs a third.
 
 import pytest
 
-from legato.request import Request, RequestStatus, SamplingParams
+from legato.request import Request, RequestStatus
+from legato.sampling_params import SamplingParams
 from tests.cache.accounts import LAYOUTS
 from tests.engine.checked import PLENTY, Setup
 from tests.engine.toy import make_request, toy_generate, toy_prompt

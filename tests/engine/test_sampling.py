@@ -9,11 +9,18 @@ import pytest
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+    TypicalLogitsWarper,
+)
 
 from legato.engine import sampling
 from legato.engine.batch import SamplingBatch
 from legato.engine.sampling import sample, uniform
+from legato.filters import Filters
 from legato.kernels.sampling import native_sampler
 
 VOCAB_SIZE = 48
@@ -32,6 +39,11 @@ FILTERS = [
     {"top_p": 0.97},
     {"temperature": 1.7, "top_k": 11, "top_p": 0.8},
     {"temperature": 0.6, "top_k": 3, "top_p": 0.999},
+    {"min_p": 0.02},
+    {"min_p": 0.3, "temperature": 1.4},
+    {"typical_p": 0.9},
+    {"typical_p": 0.2},
+    {"temperature": 1.7, "top_k": 30, "top_p": 0.9, "min_p": 0.05, "typical_p": 0.8},
 ]
 
 
@@ -52,25 +64,32 @@ class Row:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
     seed: int = 0
     position: int = 0
 
 
-def batch(rows: list[Row]) -> SamplingBatch:
+def batch(rows: list[Row], with_logprobs: bool) -> SamplingBatch:
     return SamplingBatch(
-        temperature=np.array([row.temperature for row in rows], np.float32),
-        top_k=np.array([row.top_k for row in rows], np.int64),
-        top_p=np.array([row.top_p for row in rows], np.float32),
+        filters=Filters(
+            temperature=np.array([row.temperature for row in rows], np.float32),
+            top_k=np.array([row.top_k for row in rows], np.int64),
+            top_p=np.array([row.top_p for row in rows], np.float32),
+            min_p=np.array([row.min_p for row in rows], np.float32),
+            typical_p=np.array([row.typical_p for row in rows], np.float32),
+        ),
         seed=np.array([row.seed for row in rows], np.uint64),
         position=np.array([row.position for row in rows], np.int64),
+        num_logprobs=np.full(len(rows), 0 if with_logprobs else -1),
+        raw_logprobs=np.zeros(len(rows), np.bool_),
     )
 
 
 def draw(logits: Tensor, rows: list[Row]) -> tuple[list[int], list[float]]:
-    result = sample(logits, batch(rows), with_logprobs=True)
-    assert result.logprobs is not None
-    assert sample(logits, batch(rows), with_logprobs=False).token_ids == result.token_ids
-    return result.token_ids, result.logprobs
+    result = sample(logits, batch(rows, True))
+    assert sample(logits, batch(rows, False)).token_ids == result.token_ids
+    return result.token_ids, [one.logprob for one in result.logprobs if one is not None]
 
 
 def draw_many(logits: Tensor, **filters: float) -> tuple[list[int], list[float]]:
@@ -79,13 +98,24 @@ def draw_many(logits: Tensor, **filters: float) -> tuple[list[int], list[float]]
     return draw(logits.expand(NUM_DRAWS, -1), rows)
 
 
-def warped(logits: Tensor, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0) -> Tensor:
+def warped(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    typical_p: float = 1.0,
+) -> Tensor:
     """The logits [vocabulary] as `model.generate` would sample from them."""
     scores = TemperatureLogitsWarper(float(temperature))(None, logits[None])
     if top_k:
         scores = TopKLogitsWarper(int(top_k))(None, scores)
     if top_p < 1:
         scores = TopPLogitsWarper(float(top_p))(None, scores)
+    if min_p > 0:
+        scores = MinPLogitsWarper(min_p)(None, scores)
+    if typical_p < 1:
+        scores = TypicalLogitsWarper(typical_p)(None, scores)
     return scores[0]
 
 
@@ -128,8 +158,8 @@ def test_greedy_rows_take_the_likeliest_token() -> None:
 
 
 def test_without_logprobs_there_are_none() -> None:
-    assert sample(some_logits(num_rows=1), batch([Row(0.0)]), with_logprobs=False).logprobs is None
-    assert sample(some_logits(num_rows=1), batch([Row(1.0)]), with_logprobs=False).logprobs is None
+    assert sample(some_logits(num_rows=1), batch([Row(0.0)], False)).logprobs == [None]
+    assert sample(some_logits(num_rows=1), batch([Row(1.0)], False)).logprobs == [None]
 
 
 @pytest.mark.parametrize("filters", FILTERS, ids=str)
@@ -220,8 +250,8 @@ def test_greedy_batches_take_the_largest_and_no_more(implementation: str, monkey
 
     logits = some_logits(num_rows=5)
     monkeypatch.setattr(sampling, "uniform", refuse)
-    monkeypatch.setattr(sampling, "sample_with_torch", refuse)
-    assert sample(logits, batch([Row(0.0)] * 5), with_logprobs=False).token_ids == logits.argmax(dim=-1).tolist()
+    monkeypatch.setattr(sampling, "draw_with_torch", refuse)
+    assert sample(logits, batch([Row(0.0)] * 5, False)).token_ids == logits.argmax(dim=-1).tolist()
 
 
 # Rows do not affect each other

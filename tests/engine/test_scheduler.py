@@ -10,7 +10,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from legato.engine.batch import Batch, StepResult
 from legato.engine.engine import EngineStats
 from legato.engine.policy import SCHEDULING_POLICIES, SchedulingPolicy, register_scheduling_policy
-from legato.request import GenerationOutput, Request, RequestStatus, SamplingParams
+from legato.request import GenerationOutput, Request, RequestStatus
+from legato.sampling_params import SamplingParams
 from tests.cache.accounts import LAYOUTS
 from tests.engine.checked import PLENTY, Setup
 from tests.engine.toy import VOCAB_SIZE, make_request, toy_generate, toy_logprob, toy_prompt
@@ -406,7 +407,7 @@ class FailingRunner:
         self.failed = not self.failed
         if self.failed:
             raise RuntimeError("out of luck")
-        return StepResult([7] * len(batch.logits_indices), None)
+        return StepResult([7] * len(batch.logits_indices), [None] * len(batch.logits_indices))
 
 
 def test_cancel_all_ends_running_waiting_and_just_submitted_requests() -> None:

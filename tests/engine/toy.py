@@ -8,9 +8,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from legato.cache.pool import AttentionGroup, ChunkLayout
-from legato.cache.swap import UnitCopies
+from legato.cache.swap import CacheCopies, UnitCopies
 from legato.engine.batch import Batch, StepResult
-from legato.request import Request, SamplingParams
+from legato.request import Request, TokenLogprobs
+from legato.sampling_params import SamplingParams
 
 VOCAB_SIZE = 1009
 _MASK = (1 << 64) - 1
@@ -58,11 +59,14 @@ class ToyRunner:
                 self._write(batch, row, number)
                 numbers.append(number)
         how = batch.sampling
-        columns = (how.temperature, how.top_k, how.top_p, how.seed, how.position)
-        sampled = [numbers[row] for row in batch.logits_indices]
+        columns = (how.filters.temperature, how.filters.top_k, how.filters.top_p, how.seed, how.position)
+        rows = batch.logits_indices.tolist()
+        sampled = [numbers[row] for row in rows[: len(how.seed)]]
+        scored = zip(rows[len(how.seed) :], batch.scored.token_ids.tolist(), strict=True)
         settings = zip(*(column.tolist() for column in columns), strict=True)
         tokens = [toy_token(number, *how) for number, how in zip(sampled, settings, strict=True)]
-        return StepResult(tokens, [toy_logprob(token) for token in tokens])
+        scores = [TokenLogprobs(toy_score(numbers[row], token)) for row, token in scored]
+        return StepResult(tokens, [TokenLogprobs(toy_logprob(token)) for token in tokens], scores)
 
     def _read(self, batch: Batch, group: int, row: int, place: int) -> int:
         positions = seen_before(self._groups[group], place)
@@ -82,6 +86,11 @@ class ToyRunner:
         return (blocks[:, None] * len(layers) + layers) * self._page_size + offsets[:, None]
 
 
+def toy_score(number: int, token: int) -> float:
+    """How likely a runner with that number at a token finds another one after it."""
+    return -float((number + 31 * token) % 1009)
+
+
 class ToyMover:
     """Host memory for a runner's numbers. What was copied back is lost, so that nothing can be copied back twice.
 
@@ -93,6 +102,12 @@ class ToyMover:
         self.calls: list[tuple[str, int, int]] = []
         self._cache = runner.units
         self._host = np.random.default_rng(1).integers(0, _MASK, (num_units, self._cache.shape[1]), np.uint64)
+
+    def copy(self, copies: Sequence[CacheCopies]) -> None:
+        sources = [unit for one in copies for unit in one.source_units]
+        targets = [unit for one in copies for unit in one.target_units]
+        assert len(set(targets)) == len(targets) == len(sources) > 0
+        self._cache[targets] = self._cache[sources]
 
     def offload(self, copies: Sequence[UnitCopies]) -> None:
         cache, host = self._indices("offload", copies)

@@ -10,8 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from legato.engine.batch import SamplingBatch
-from legato.engine.sampling import sample_with_torch
+from legato.engine.sampling import draw_with_torch
+from legato.filters import Filters
 from legato.kernels.choose import VARIABLE
 from legato.kernels.library import LEVELS, load_library
 from legato.kernels.sampling import NativeSampler, native_sampler
@@ -48,16 +48,17 @@ class Settings:
     temperature: float = 1.0
     top_k: int = 0
     top_p: float = 1.0
+    min_p: float = 0.0
+    typical_p: float = 1.0
 
 
-def batch(settings: list[Settings]) -> SamplingBatch:
-    rows = len(settings)
-    return SamplingBatch(
+def filters_of(settings: list[Settings]) -> Filters:
+    return Filters(
         temperature=np.array([s.temperature for s in settings], np.float32),
         top_k=np.array([s.top_k for s in settings], np.int64),
         top_p=np.array([s.top_p for s in settings], np.float32),
-        seed=np.zeros(rows, np.uint64),
-        position=np.zeros(rows, np.int64),
+        min_p=np.array([s.min_p for s in settings], np.float32),
+        typical_p=np.array([s.typical_p for s in settings], np.float32),
     )
 
 
@@ -65,15 +66,11 @@ def draw(
     sampler: NativeSampler | None, logits: Tensor, settings: list[Settings], uniforms: NDArray[np.float64]
 ) -> tuple[list[int], list[float]]:
     """Tokens and log-probabilities; by the twin if there is no sampler."""
-    b = batch(settings)
-    if sampler is None:
-        result = sample_with_torch(logits, b, uniforms, True)
-        assert sample_with_torch(logits, b, uniforms, False).token_ids == result.token_ids
-        assert result.logprobs is not None
-        return result.token_ids, result.logprobs
-    tokens, logprobs = sampler.sample(logits, b.temperature, b.top_k, b.top_p, uniforms, True)
-    alone, none = sampler.sample(logits, b.temperature, b.top_k, b.top_p, uniforms, False)
-    assert alone.tolist() == tokens.tolist() and none is None and logprobs is not None
+    draw_by = draw_with_torch if sampler is None else sampler.sample
+    wanted = np.ones(len(settings), np.bool_)
+    tokens, logprobs = draw_by(logits, filters_of(settings), uniforms, wanted)
+    alone, _ = draw_by(logits, filters_of(settings), uniforms, ~wanted)
+    assert alone.tolist() == tokens.tolist()
     return tokens.tolist(), logprobs.tolist()
 
 
@@ -99,7 +96,10 @@ def random_logits(rng: np.random.Generator, vocab_size: int) -> NDArray[np.float
 
 def random_settings(rng: np.random.Generator, vocab_size: int) -> Settings:
     top_ks = [0, 0, 0, 1, 2, 5, 40, max(1, vocab_size - 1), vocab_size, vocab_size + 5, np.iinfo(np.int64).max]
-    return Settings(float(rng.choice(TEMPERATURES)), int(rng.choice(top_ks)), float(rng.choice(TOP_PS)))
+    return Settings(
+        float(rng.choice(TEMPERATURES)), int(rng.choice(top_ks)), float(rng.choice(TOP_PS)),
+        float(rng.choice([0.0, 0.0, 0.013, 0.31, 1.0])), float(rng.choice([1.0, 1.0, 0.9, 0.43, 0.05])),
+    )  # fmt: skip
 
 
 def kept_masses(logits: NDArray[np.float32], settings: Settings, off: float = 0.0) -> NDArray[np.float64]:
@@ -117,7 +117,21 @@ def kept_masses(logits: NDArray[np.float32], settings: Settings, off: float = 0.
         dropped = before >= (float(np.float32(settings.top_p)) + off) * masses.sum()
         dropped[0] = False
         masses[order[dropped]] = 0
+    if settings.min_p > 0:
+        masses[scores < np.float32(np.log(np.float32(settings.min_p)))] = 0
+    if settings.typical_p < 1:
+        keep_typical(masses, scores, float(np.float32(settings.typical_p)) + off)
     return masses
+
+
+def keep_typical(masses: NDArray[np.float64], scores: NDArray[np.float32], typical_p: float) -> None:
+    """What weighs something, nearest to the expected information first, until it is enough, and what ties with it."""
+    some = np.flatnonzero(masses)
+    expected = (masses[some] * -scores[some]).sum() / masses.sum()
+    distances = np.abs(-scores[some] - np.float32(expected))
+    order = np.argsort(distances, kind="stable")
+    reached = np.searchsorted(np.cumsum(masses[some][order]), typical_p * masses.sum())
+    masses[some[distances > distances[order[min(reached, len(some) - 1)]]]] = 0
 
 
 def is_right(logits: NDArray[np.float32], settings: Settings, uniform: float, token: int, logprob: float) -> bool:

@@ -39,15 +39,13 @@ def plain_lru_hits(requests: list[TraceRequest], page_size: int, num_blocks: int
             del cached[page]  # owned: not to be evicted
         while len(cached) + -(-request.prompt_length // page_size) > num_blocks:
             cached.popitem(last=False)
-        # The last page of a prompt known whole is computed again and not known twice: if the copy goes while the answer
-        # grows, nobody knows the page any more.
-        known = set(cached)
+        for page in pages:
+            cached.pop(page, None)  # of a prompt known whole the last page is computed again: the copy is worth nothing
         tokens = request.prompt_length + max(request.output_length, 1) - 1
         while len(cached) + -(-tokens // page_size) > num_blocks:
             cached.popitem(last=False)
         for page in reversed(pages):
-            if page not in known:
-                cached[page] = None
+            cached[page] = None
     return hits
 
 

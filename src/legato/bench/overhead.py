@@ -10,7 +10,7 @@ from legato.bench.requests import greedy_request
 from legato.cache.block_manager import BlockManager
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup
 from legato.cache.prefix import PageHasher
-from legato.cache.swap import UnitCopies
+from legato.cache.swap import CacheCopies, UnitCopies
 from legato.engine.batch import Batch, BatchBuilder, StepResult
 from legato.engine.engine import Engine
 from legato.engine.policy import SCHEDULING_POLICIES
@@ -38,6 +38,9 @@ class _NoModel:
     def reread_weights(self) -> None:
         pass
 
+    def copy(self, copies: Sequence[CacheCopies]) -> None:
+        pass
+
     def offload(self, copies: Sequence[UnitCopies]) -> None:
         pass
 
@@ -45,7 +48,7 @@ class _NoModel:
         pass
 
     def run(self, batch: Batch) -> StepResult:
-        return StepResult([5] * len(batch.logits_indices), None)
+        return StepResult([5] * len(batch.logits_indices), [None] * len(batch.logits_indices))
 
 
 def measure_overhead(num_requests: int, model: str, page_size: int, num_steps: int = 50) -> dict[str, Any]:

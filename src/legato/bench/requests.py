@@ -2,7 +2,8 @@
 
 import time
 
-from legato.request import Request, SamplingParams
+from legato.request import Request
+from legato.sampling_params import SamplingParams
 
 
 def greedy_request(request_id: str, prompt_ids: list[int], max_new_tokens: int) -> Request:

@@ -53,9 +53,9 @@ class TimedKernels:
         self._times = times
         self.name = kernels.name
 
-    def pack(self, *arguments: Any) -> Any:
+    def pack(self, *arguments: Any, **settings: Any) -> Any:
         """Not timed: it is done before the first pass."""
-        return self._kernels.pack(*arguments)
+        return self._kernels.pack(*arguments, **settings)
 
     def linear(self, x: Any, packed: Any, out: Any) -> None:
         start = time.perf_counter()

@@ -157,11 +157,15 @@ class BlockAllocator:
     # Content
 
     def fill(self, block: int, block_hash: bytes) -> None:
-        """The owned block holds that content from now on; it can be found unless another one that holds it is."""
-        if block_hash not in self._block_of:
-            self._block_of[block_hash] = block
-            self._hash_of[block] = block_hash
-            self._pool.filled(block // self.blocks_per_chunk)
+        """The owned block holds that content from now on, and is found by it unless another one with owners is."""
+        known = self._block_of.get(block_hash)
+        if known is not None:
+            if known == block or self._ref_counts[known]:
+                return
+            self._make_blank(known)  # it may be evicted before this one is released
+        self._block_of[block_hash] = block
+        self._hash_of[block] = block_hash
+        self._pool.filled(block // self.blocks_per_chunk)
 
     def forget_chunk(self, chunk: int) -> None:
         """The pool gave the chunk away."""
@@ -176,6 +180,17 @@ class BlockAllocator:
         self._hash_of.clear()
         self._blank.update(self._cached)
         self._cached.clear()
+
+    def _make_blank(self, block: int) -> None:
+        """A free block's content is to be found elsewhere."""
+        self._forget(block)
+        chunk = block // self.blocks_per_chunk
+        if chunk in self._owned_in_chunk:
+            del self._cached[block]
+            self._blank[block] = None
+        elif not any(other in self._hash_of for other in self._blocks_in(chunk)):
+            self._pool.reclaim(chunk)
+            self._pool.give_back(chunk, None)
 
     def _forget(self, block: int) -> None:
         del self._block_of[self._hash_of.pop(block)]

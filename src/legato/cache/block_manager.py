@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from legato.cache.allocator import PADDING_BLOCK, BlockAllocator, BlockTable
 from legato.cache.eviction import EvictionPolicy, LeastRecentlyUsed
 from legato.cache.pool import AttentionGroup, ChunkLayout, ChunkPool
-from legato.cache.swap import SwappedGroup, SwapSpace, UnitCopies
+from legato.cache.swap import CacheCopies, SwappedGroup, SwapSpace, UnitCopies
 
 BlockTables = tuple[BlockTable, ...]  # one for each attention group
 
@@ -161,6 +161,30 @@ class BlockManager:
         self._num_shared_pages[request_id] = num_cached_pages
         self._promise(request_id, page_hashes[num_cached_pages:])
         return True
+
+    def fork(self, request_id: str, child_id: str, num_computed_tokens: int) -> CacheCopies | None:
+        """Let another request go on from a request's computed tokens: it shares the complete pages of them.
+
+        Returns:
+            What must be copied before the next forward pass, the page that is not complete; None, and nothing is done,
+            when there is no room for it.
+        """
+        complete, end = num_computed_tokens // self.page_size, self._num_pages(num_computed_tokens)
+        tables = self.tables[request_id]
+        wanted = []
+        for table in tables:
+            shared: list[int | None] = [*table.blocks[table.first_live : complete]]
+            wanted.append(_Wanted(table.first_live, shared + [None] * (end - max(complete, table.first_live))))
+        if not self._claim(child_id, wanted):
+            return None
+        self._num_shared_pages[child_id] = min(self._num_shared_pages[request_id], complete)
+        source_units: list[int] = []
+        target_units: list[int] = []
+        for table, own, per_block in zip(tables, self.tables[child_id], self._units_per_block, strict=True):
+            for page in range(max(complete, table.first_live), end):
+                source_units.extend(_units(table.blocks[page], per_block))
+                target_units.extend(_units(own.blocks[page], per_block))
+        return CacheCopies(source_units, target_units)
 
     def share(self, request_id: str, page_hashes: Sequence[bytes]) -> None:
         """Let others find the request's leading pages: the next forward pass leaves them complete.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup, ChunkLayout
-from legato.cache.swap import UnitCopies
+from legato.cache.swap import CacheCopies, UnitCopies
 from legato.memory import zeros_in_large_pages
 
 MAX_TRANSFER_BYTES = 64 << 20  # gathered beside the cache: no more than a step takes anyway
@@ -100,6 +100,12 @@ class HostCache:
         self._pinned = cache.device.type == "cuda"
         with torch.inference_mode(False):
             self._host = self._empty(num_units)
+
+    def copy(self, copies: Sequence[CacheCopies]) -> None:
+        """Copy units within the cache."""
+        sources = torch.tensor([unit for one in copies for unit in one.source_units], device=self._cache.device)
+        targets = torch.tensor([unit for one in copies for unit in one.target_units], device=self._cache.device)
+        self._cache.index_copy_(0, targets, self._cache.index_select(0, sources))
 
     def offload(self, copies: Sequence[UnitCopies]) -> None:
         """Copy units to the host: gathered, one transfer for all, or one for each `MAX_TRANSFER_BYTES`."""

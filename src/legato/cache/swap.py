@@ -17,6 +17,19 @@ class UnitCopies:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheCopies:
+    """A transfer within the cache, in the same units.
+
+    Attributes:
+        source_units: where from.
+        target_units: where to, one for each of `source_units`.
+    """
+
+    source_units: list[int]
+    target_units: list[int]
+
+
+@dataclass(frozen=True, slots=True)
 class SwappedGroup:
     """What is kept of one attention group of an offloaded request.
 

@@ -129,7 +129,7 @@ class Decoder:
         x.residual.copy_(functional.embedding(torch.from_numpy(batch.input_ids), spec.embedding.get()))
         if spec.embedding_scale != 1:
             x.residual.mul_(spec.embedding_scale)
-        if num_sampled == num_tokens and self._recordable:
+        if self._recordable and np.array_equal(batch.logits_indices, np.arange(num_tokens)):
             self._decode(tables, x, logits)
         else:
             self._compute(tables, x, torch.from_numpy(batch.logits_indices), logits)
@@ -237,17 +237,16 @@ class Decoder:
         )
 
     def _only(self, rows: Tensor, x: Activations) -> Activations:
-        """Some rows, ascending, of what a layer goes on with after attention; the rest of it is not filled yet."""
+        """Some rows, in any order and perhaps repeatedly, of what a layer goes on with after attention."""
+        chosen = self._activations(max(len(rows), len(x.residual)))
         count = len(rows)
-        if count == len(x.residual):
-            return x  # all there are, so in their order
         return Activations(
             residual=x.residual.index_select(0, rows),
-            normed=x.normed[:count],
-            projected=x.projected[:count],
-            qkv=x.qkv[:count],
+            normed=chosen.normed[:count],
+            projected=chosen.projected[:count],
+            qkv=chosen.qkv[:count],
             attended=x.attended.index_select(0, rows),
-            gated=x.gated[:count],
+            gated=chosen.gated[:count],
         )
 
 

@@ -1,7 +1,7 @@
 """From a loaded model to a decoder that computes the same, made sure of before anything is served with it."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,10 @@ from legato.decoder.reader import read_spec
 from legato.decoder.rotary import rotary_tables
 from legato.decoder.spec import DecoderSpec, NotFusable
 from legato.decoder.weights import Weights
-from legato.engine.batch import BatchBuilder
-from legato.engine.runner import FORWARD_LOCK, evaluation_mode
-from legato.engine.scheduler import ScheduledChunk
+from legato.engine.batch import NOTHING_SCORED, Batch, IntArray, plain_sampling
 from legato.kernels.interface import Kernels
 from legato.kernels.packing import Quantization
-from legato.request import Request, SamplingParams
+from legato.live_model import FORWARD_LOCK, evaluation_mode
 
 _CHECKED = (17, 1)  # tokens, in two passes: a prompt of more than a tile, and a token by itself
 _CHECK_PAGE_SIZE = 4
@@ -67,7 +65,7 @@ class FusedModel:
     def decoder(self, cache: KVCache, num_positions: int) -> Decoder:
         """A decoder for tokens at positions below `num_positions`."""
         names = sorted({layer.rotary for layer in self.spec.layers if layer.rotary is not None})
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():  # in this order: the first allows gradients
             rotaries = rotary_tables(self.model, names, num_positions)
         return Decoder(self.spec, self.weights, rotaries, self.kernels, cache)
 
@@ -100,14 +98,30 @@ def _check_logits(fused: FusedModel, input_ids: list[int]) -> Tensor:
     num_chunks = RESERVED_CHUNKS + chunks_for_blocks(2 * len(input_ids), fused.groups, _CHECK_PAGE_SIZE)
     cache = KVCache(fused.groups, _CHECK_PAGE_SIZE, num_chunks, torch.float32, torch.device("cpu"))
     decoder = fused.decoder(cache, len(input_ids))
-    request = Request("check", input_ids, SamplingParams(), 1, frozenset(), 0, False, 0.0, list(input_ids))
     blocks = BlockManager(fused.groups, _CHECK_PAGE_SIZE, num_chunks)
-    builder = BatchBuilder(_CHECK_PAGE_SIZE, len(fused.groups))
     blocks.admit("check", len(input_ids), len(input_ids))
-    logits = []
+    block_tables = [np.array(table.blocks) for table in blocks.tables["check"]]
+    logits, start = [], 0
     for count in _CHECKED:
-        batch = builder.build([ScheduledChunk(request, count)], blocks.tables)
+        batch = _batch(np.array(input_ids), start, count, block_tables)
         with torch.no_grad():
-            logits.append(decoder.forward(replace(batch, logits_indices=np.arange(count))).clone())
-        request.num_computed_tokens += count
+            logits.append(decoder.forward(batch).clone())
+        start += count
     return torch.cat(logits)
+
+
+def _batch(input_ids: IntArray, start: int, count: int, block_tables: Sequence[IntArray]) -> Batch:
+    """Tokens from `start` on of one sequence, whose blocks are there; all of them sampled."""
+    position_ids = np.arange(start, start + count)
+    pages, offsets = np.divmod(position_ids, _CHECK_PAGE_SIZE)
+    return Batch(
+        input_ids=input_ids[position_ids],
+        position_ids=position_ids,
+        cu_seqlens_q=np.array([0, count]),
+        seqused_k=np.array([start + count]),
+        block_tables=tuple(table[None] for table in block_tables),
+        slot_mappings=tuple(table[pages] * _CHECK_PAGE_SIZE + offsets for table in block_tables),
+        logits_indices=np.arange(count),
+        sampling=plain_sampling(count),
+        scored=NOTHING_SCORED,
+    )

@@ -39,7 +39,7 @@ class Piece:
 
     def _made(self) -> Any:
         # Neither part of a graph, nor an inference tensor, which another thread could not use.
-        with torch.no_grad(), torch.inference_mode(False):
+        with torch.inference_mode(False), torch.no_grad():  # in this order: the first allows gradients
             return self._make(*(source.get() for source in self.sources))
 
 
@@ -195,12 +195,16 @@ class Weights:
         return ExpertsWeights(spec, router, tuple(self._mlp(expert) for expert in spec.experts))
 
     def _matrix(self, spec: MatrixSpec, gated: bool = False) -> Piece:
+        packed: Any = None
+
         def pack(*parts: Tensor) -> Any:
+            nonlocal packed
             weights, biases = parts[: len(spec.weights)], parts[len(spec.weights) :]
             if spec.expert is not None:
                 weights = tuple(weight[spec.expert] for weight in weights)
             bias = _stacked(biases) if biases else None
-            return self._kernels.pack(_stacked(weights), bias, self._quantization, gated)
+            packed = self._kernels.pack(_stacked(weights), bias, self._quantization, gated, into=packed)
+            return packed
 
         return self._piece((*spec.weights, *spec.biases), pack)
 

@@ -17,12 +17,12 @@ from legato.cache.pool import AttentionGroup, ChunkLayout
 from legato.cache.prefix import PageHasher
 from legato.config import ContinuousBatchingConfig, WorkloadHints
 from legato.decoder.fusing import FusedModel, fuse
-from legato.decoder.runner import FusedRunner
 from legato.decoder.spec import NotFusable
 from legato.engine.batch import BatchBuilder
 from legato.engine.engine import BatchRunner, Engine
+from legato.engine.fused_runner import FusedRunner
 from legato.engine.policy import SCHEDULING_POLICIES
-from legato.engine.runner import FORWARD_LOCK, ReferenceRunner, attention_configs
+from legato.engine.runner import ReferenceRunner, attention_configs
 from legato.engine.scheduler import Scheduler, StepLimits
 from legato.engine.sizing import (
     CacheSize,
@@ -35,6 +35,7 @@ from legato.engine.sizing import (
 )
 from legato.errors import UnsupportedModelError
 from legato.kernels import load_kernels
+from legato.live_model import FORWARD_LOCK
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +102,10 @@ def assemble(
     scheduler = Scheduler(SCHEDULING_POLICIES[config.scheduler_type], limits, blocks, hasher)
     runner: BatchRunner
     if path.fused is None:
-        runner = ReferenceRunner(inner, configs, cache, BACKENDS[backend], config.return_logprobs)
+        runner = ReferenceRunner(inner, configs, cache, BACKENDS[backend])
     else:
         num_positions = min(shape.max_length, blocks.max_tokens_alone())
-        runner = FusedRunner(path.fused, cache, num_positions, config.return_logprobs)
+        runner = FusedRunner(path.fused, cache, num_positions)
     engine = Engine(scheduler, blocks, BatchBuilder(size.page_size, len(groups)), runner, host)
     description = _describe(
         inner, f"{path.description}, paged|{backend}" if path.fused is None else path.description, config, shape, size,

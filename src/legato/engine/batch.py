@@ -1,7 +1,8 @@
 """From a step's plan to the arrays of one forward pass. Host arrays only: the runner puts them on its device."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +10,10 @@ from numpy.typing import NDArray
 from legato.cache.allocator import PADDING_BLOCK
 from legato.cache.block_manager import BlockTables
 from legato.engine.scheduler import ScheduledChunk
-from legato.request import Request
+from legato.engine.token_edits import EditsBatch
+from legato.filters import NAMES, Filters
+from legato.request import Request, TokenLogprobs
+from legato.sampling_params import SamplingParams
 
 IntArray = NDArray[np.int64]
 
@@ -17,26 +21,72 @@ _NO_TOP_K = np.iinfo(np.int64).max  # more than any vocabulary has
 
 
 @dataclass(frozen=True, slots=True)
+class ProcessedRow:
+    """A row whose logits go through processors of its own.
+
+    Attributes:
+        row: which.
+        process: takes the request's tokens and the row's logits, float32 [1, vocabulary], and returns them processed.
+        tokens: the request's.
+    """
+
+    row: int
+    process: Callable[[Sequence[int], Any], Any]
+    tokens: Sequence[int]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """How each sampled row is sampled; row i belongs to the i-th entry of `Batch.logits_indices`.
 
     Attributes:
-        temperature: float32 [rows]; 0 is greedy.
-        top_k: int64 [rows]; 0 is all tokens.
-        top_p: float32 [rows]; 1 is all tokens.
+        filters: how it is drawn from.
         seed: uint64 [rows].
         position: int64 [rows]; how many tokens the request has generated: with the seed it makes the random number.
+        num_logprobs: int64 [rows]; how many of the likeliest tokens' log-probabilities are wanted besides the drawn
+            one's; -1: not even that.
+        raw_logprobs: bool [rows]; whether they are those of the logits as the model gave them.
+        edits: changes to single tokens' logits, or None.
+        processed: rows with processors of their own.
     """
 
-    temperature: NDArray[np.float32]
-    top_k: IntArray
-    top_p: NDArray[np.float32]
+    filters: Filters
     seed: NDArray[np.uint64]
     position: IntArray
+    num_logprobs: IntArray
+    raw_logprobs: NDArray[np.bool_]
+    edits: EditsBatch | None = None
+    processed: tuple[ProcessedRow, ...] = ()
 
     @property
     def all_greedy(self) -> bool:
-        return not self.temperature.any()
+        return not self.filters.temperature.any()
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return bool((self.num_logprobs >= 0).any())
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows whose logits tell how likely a given token is.
+
+    Attributes:
+        token_ids: int64 [rows].
+        num_likeliest: int64 [rows]; how many of the likeliest tokens are wanted besides.
+    """
+
+    token_ids: IntArray
+    num_likeliest: IntArray
+
+
+NOTHING_SCORED = ScoredRows(np.empty(0, np.int64), np.empty(0, np.int64))
+
+
+def plain_sampling(rows: int) -> SamplingBatch:
+    """From all tokens, with seed 0."""
+    zeros = np.zeros(rows, np.int64)
+    return SamplingBatch(Filters.none(rows), zeros.astype(np.uint64), zeros, zeros - 1, np.zeros(rows, np.bool_))
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,8 +100,10 @@ class Batch:
         seqused_k: int64 [requests]; tokens of the request in the cache once this pass is done.
         block_tables: for each attention group int64 [requests, pages]; blocks no longer owned are `PADDING_BLOCK`.
         slot_mappings: for each attention group int64 [tokens]; where K and V go: block × page_size + offset.
-        logits_indices: int64 [rows]; the tokens whose logits are sampled.
-        sampling: how.
+        logits_indices: int64 [rows]; the tokens whose logits are wanted: first those that are sampled, then those that
+            are only looked at.
+        sampling: how the first ones are sampled.
+        scored: what is looked at in the others.
     """
 
     input_ids: IntArray
@@ -62,14 +114,54 @@ class Batch:
     slot_mappings: tuple[IntArray, ...]
     logits_indices: IntArray
     sampling: SamplingBatch
+    scored: ScoredRows
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What a forward pass brought: a token for each sampled row, and its log-probability if asked for."""
+    """What a forward pass brought.
+
+    Attributes:
+        token_ids: a token for each sampled row.
+        logprobs: for each of them, None where none was asked for.
+        scores: for each of `Batch.scored`.
+        errors: why sampled rows have no token worth anything, by row.
+    """
 
     token_ids: list[int]
-    logprobs: list[float] | None
+    logprobs: Sequence[TokenLogprobs | None]
+    scores: Sequence[TokenLogprobs] = ()
+    errors: Mapping[int, str] = field(default_factory=dict)
+
+
+class _Sampled(NamedTuple):
+    """A row to be sampled: of which request, the row of the builder's arrays, and after which token of the pass."""
+
+    request: Request
+    row: int
+    token: int
+    seed: int
+
+
+class _Scored(NamedTuple):
+    """A row to be looked at: after which token of the pass, for which token, and how many others."""
+
+    token: int
+    token_id: int
+    num_likeliest: int
+
+
+def _scored(request: Request, start: int, end: int, first_token: int) -> list[_Scored]:
+    """Of a chunk from `start` to `end` - 1, whose first is the pass's token `first_token`."""
+    first = max(start + 1, request.next_scored)
+    return [
+        _Scored(first_token + position - 1 - start, request.tokens[position], request.params.prompt_logprobs or 0)
+        for position in range(first, first + request.num_scored(start, end))
+    ]
+
+
+def _after_processors(params: SamplingParams) -> SamplingParams:
+    return SamplingParams(temperature=1.0 if params.temperature > 0 else 0.0)
 
 
 class BatchBuilder:
@@ -87,10 +179,9 @@ class BatchBuilder:
         self._block_tables = [np.zeros((0, 8), np.int64) for _ in range(num_groups)]
         # Block tables only grow at the end and are released from the front: two marks say what is copied already.
         self._copied: list[list[tuple[int, int]]] = [[] for _ in range(num_groups)]
-        self._temperature = np.zeros(0, np.float32)
-        self._top_k = np.zeros(0, np.int64)
-        self._top_p = np.zeros(0, np.float32)
-        self._seed = np.zeros(0, np.uint64)
+        self._filters = Filters.none(0)
+        self._num_logprobs = np.zeros(0, np.int64)
+        self._raw_logprobs = np.zeros(0, np.bool_)
 
     def forget(self, request_id: str) -> None:
         """The request left the cache: its row may serve another."""
@@ -100,8 +191,11 @@ class BatchBuilder:
 
     def build(self, chunks: Sequence[ScheduledChunk], tables: dict[str, BlockTables]) -> Batch:
         """The batch of `chunks`, whose blocks `tables` lists."""
-        rows, input_ids, starts, counts, sampled, positions = [], [], [], [], [], []
-        for i, chunk in enumerate(chunks):
+        rows, input_ids, starts, counts = [], [], [], []
+        sampled: list[_Sampled] = []
+        scored: list[_Scored] = []
+        num_tokens = 0
+        for chunk in chunks:
             request, count = chunk.request, chunk.num_tokens
             start = request.num_computed_tokens
             end = start + count
@@ -113,20 +207,19 @@ class BatchBuilder:
                 input_ids.append(request.tokens[start])
             else:
                 input_ids += request.tokens[start:end]
-            if end == len(request.tokens):
-                sampled.append(i)
-                positions.append(end - len(request.prompt_ids))
+            if request.score_from is not None:
+                scored += _scored(request, start, end, num_tokens)
+            num_tokens += count
+            if request.samples(end):
+                sampled += [_Sampled(request, row, num_tokens - 1, one.seed) for one in (request, *request.children)]
             rows.append(row)
             starts.append(start)
             counts.append(count)
-        return self._assemble(
-            np.array(rows), np.array(input_ids), np.array(starts), np.array(counts), np.array(sampled, np.int64),
-            np.array(positions, np.int64),
-        )  # fmt: skip
+        return self._assemble(np.array(rows), np.array(input_ids), np.array(starts), np.array(counts), sampled, scored)
 
     def _assemble(
-        self, rows: IntArray, input_ids: IntArray, starts: IntArray, counts: IntArray, sampled: IntArray,
-        positions: IntArray,
+        self, rows: IntArray, input_ids: IntArray, starts: IntArray, counts: IntArray, sampled: Sequence[_Sampled],
+        scored: Sequence[_Scored],
     ) -> Batch:  # fmt: skip
         cu_seqlens_q = np.zeros(len(rows) + 1, np.int64)
         np.cumsum(counts, out=cu_seqlens_q[1:])
@@ -135,7 +228,6 @@ class BatchBuilder:
         pages, offsets = np.divmod(position_ids, self._page_size)
         num_columns = int(seqused_k.max() - 1) // self._page_size + 1
         token_rows = np.repeat(rows, counts)
-        sampled_rows = rows[sampled]
         return Batch(
             input_ids=input_ids,
             position_ids=position_ids,
@@ -143,13 +235,29 @@ class BatchBuilder:
             seqused_k=seqused_k,
             block_tables=tuple(table[rows, :num_columns] for table in self._block_tables),
             slot_mappings=tuple(table[token_rows, pages] * self._page_size + offsets for table in self._block_tables),
-            logits_indices=cu_seqlens_q[1:][sampled] - 1,
-            sampling=SamplingBatch(
-                temperature=self._temperature[sampled_rows],
-                top_k=self._top_k[sampled_rows],
-                top_p=self._top_p[sampled_rows],
-                seed=self._seed[sampled_rows],
-                position=positions,
+            logits_indices=np.array([*(one.token for one in sampled), *(one.token for one in scored)], np.int64),
+            sampling=self._sampling(sampled),
+            scored=ScoredRows(
+                np.array([one.token_id for one in scored], np.int64),
+                np.array([one.num_likeliest for one in scored], np.int64),
+            ),
+        )
+
+    def _sampling(self, sampled: Sequence[_Sampled]) -> SamplingBatch:
+        rows = np.array([one.row for one in sampled], np.int64)
+        edited = [(i, one.request.edits) for i, one in enumerate(sampled) if one.request.edits is not None]
+        changes = [edits.after(sampled[i].request.tokens) for i, edits in edited]
+        return SamplingBatch(
+            filters=self._filters[rows],
+            seed=np.array([one.seed for one in sampled], np.uint64),
+            position=np.array([one.request.num_generated_tokens for one in sampled], np.int64),
+            num_logprobs=self._num_logprobs[rows],
+            raw_logprobs=self._raw_logprobs[rows],
+            edits=EditsBatch.of([i for i, _ in edited], changes) if edited else None,
+            processed=tuple(
+                ProcessedRow(i, one.request.processors, one.request.tokens)
+                for i, one in enumerate(sampled)
+                if one.request.processors is not None
             ),
         )
 
@@ -158,26 +266,26 @@ class BatchBuilder:
             self._add_capacity()
         row = self._free_rows.pop()
         self._rows[request.request_id] = row
-        params = request.params
-        self._temperature[row] = params.temperature
-        self._top_k[row] = min(params.top_k or 0, _NO_TOP_K)
-        self._top_p[row] = params.top_p
-        self._seed[row] = request.seed
+        # What has processors of its own has all filters among them.
+        params = request.params if request.processors is None else _after_processors(request.params)
+        for name in NAMES:
+            getattr(self._filters, name)[row] = min(getattr(params, name), _NO_TOP_K)
+        self._num_logprobs[row] = -1 if request.num_logprobs is None else request.num_logprobs
+        self._raw_logprobs[row] = request.params.logprobs_mode == "raw"
         for copied in self._copied:
             copied[row] = (0, 0)
         return row
 
     def _add_capacity(self) -> None:
-        old = len(self._temperature)
+        old = len(self._num_logprobs)
         more = max(16, old)
         self._free_rows += range(old + more - 1, old - 1, -1)
         self._block_tables = [np.pad(t, ((0, more), (0, 0))) for t in self._block_tables]
         for copied in self._copied:
             copied += [(0, 0)] * more
-        self._temperature = np.pad(self._temperature, (0, more))
-        self._top_k = np.pad(self._top_k, (0, more))
-        self._top_p = np.pad(self._top_p, (0, more))
-        self._seed = np.pad(self._seed, (0, more))
+        self._filters = Filters(*(np.pad(getattr(self._filters, name), (0, more)) for name in NAMES))
+        self._num_logprobs = np.pad(self._num_logprobs, (0, more))
+        self._raw_logprobs = np.pad(self._raw_logprobs, (0, more))
 
     def _copy_block_tables(self, row: int, tables: BlockTables) -> None:
         for group, table in enumerate(tables):

@@ -4,10 +4,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, Protocol
 
 from legato.cache.block_manager import BlockManager, BlockTables
-from legato.cache.swap import UnitCopies
+from legato.cache.swap import CacheCopies, UnitCopies
 from legato.engine.batch import StepResult
 from legato.engine.observer import StepObserver, StepRecord
 from legato.engine.scheduler import Preempted, ScheduledChunk, Scheduler, StepPlan
@@ -39,7 +40,9 @@ class BatchRunner(Protocol):
 
 
 class BlockMover(Protocol):
-    """Copies blocks between the cache and the host."""
+    """Copies blocks between the cache and the host, and within the cache."""
+
+    def copy(self, copies: Sequence[CacheCopies]) -> None: ...
 
     def offload(self, copies: Sequence[UnitCopies]) -> None: ...
 
@@ -185,7 +188,10 @@ class Engine:
         """
         self._notes = _StepNotes(self._clock(), self.observer)
         self._intake_submitted()
-        unfinished = [*self._scheduler.running.values(), *self._scheduler.waiting.values()]
+        parents = [*self._scheduler.running.values(), *self._scheduler.waiting.values()]
+        unfinished = [request for parent in parents for request in (parent, *parent.children)]
+        for parent in parents:
+            parent.children.clear()
         outputs = [self._end(request, "cancelled", error) for request in unfinished]
         self._record(StepPlan())
         return outputs
@@ -202,6 +208,7 @@ class Engine:
         while self._cancelled:
             request = self._cancelled.popleft()
             if request.status < RequestStatus.FINISHED:
+                self._scheduler.disown(request)
                 outputs.append(self._end(request, "cancelled", "cancelled by cancel_request"))
         return outputs
 
@@ -210,8 +217,11 @@ class Engine:
             request = self._submitted.popleft()
             if request.status is RequestStatus.FAILED:
                 continue  # cancelled so soon that it ended before it came here
-            self._scheduler.add(request)
-            self._notes.arrived[request.request_id] = request.created_time
+            family = (request, *request.children)
+            del request.children[self._scheduler.limits.max_requests_per_batch - 1 :]  # more could never run at once
+            for one in (request, *family[len(request.children) + 1 :]):
+                self._scheduler.add(one)
+            self._notes.arrived.update((one.request_id, one.created_time) for one in family)
 
     def _weights_have_changed(self, was_idle: bool) -> bool:
         """Told, or seen: while requests wait by the cheap sign, and by the other after the engine was idle."""
@@ -260,21 +270,31 @@ class Engine:
     # Commit
 
     def _commit(self, plan: StepPlan, result: StepResult) -> list[GenerationOutput]:
-        outputs = []
-        now, sampled = self._clock(), 0
+        outputs: list[GenerationOutput] = []
+        now, row, scores = self._clock(), 0, iter(result.scores)
         for chunk in plan.chunks:
+            request, start = chunk.request, chunk.request.num_computed_tokens
+            request.prompt_logprobs += islice(scores, request.num_scored(start, start + chunk.num_tokens))
             self._advance(chunk)
-            if chunk.request.num_computed_tokens < len(chunk.request.tokens):
-                continue
-            logprob = None if result.logprobs is None else result.logprobs[sampled]
-            output = self._take_token(chunk.request, result.token_ids[sampled], logprob, now)
-            if output is not None:
-                outputs.append(output)
-            sampled += 1
+            if request.samples(request.num_computed_tokens):
+                family = [request, *self._fork(request)]  # before the first may end and give its blocks back
+                for one in family:
+                    outputs += self._take_token(one, result, row, now)
+                    row += 1
+            elif request.num_computed_tokens == len(request.tokens):
+                outputs.append(self._end(request, "length"))
         self._stats.num_steps += 1
-        self._stats.num_generated_tokens += sampled
+        self._stats.num_generated_tokens += row - len(result.errors)
         self._stats.num_cached_tokens += plan.num_cached_tokens
         return outputs
+
+    def _fork(self, request: Request) -> list[Request]:
+        """The further samples of a prompt that has just been computed: they share its blocks, or start over."""
+        children, request.children = request.children, []
+        copies = [self._scheduler.fork(request, child) for child in children]
+        if any(copy is not None and copy.source_units for copy in copies):
+            self._mover.copy([copy for copy in copies if copy is not None])
+        return children
 
     def _advance(self, chunk: ScheduledChunk) -> None:
         """The chunk is in the cache."""
@@ -292,21 +312,22 @@ class Engine:
         elif notes.observer is not None:
             notes.decoded.append(request.request_id)
 
-    def _take_token(
-        self, request: Request, token_id: int, logprob: float | None, now: float
-    ) -> GenerationOutput | None:
-        """Returns what is to be handed out for the token, if anything."""
+    def _take_token(self, request: Request, result: StepResult, row: int, now: float) -> list[GenerationOutput]:
+        """Returns what is to be handed out for the row's token, if anything."""
+        if row in result.errors:
+            return [self._end(request, "error", result.errors[row])]
+        token_id, logprobs = result.token_ids[row], result.logprobs[row]
         request.tokens.append(token_id)
-        request.status = RequestStatus.DECODING
-        if logprob is not None:
-            request.logprobs.append(logprob)
+        if request.num_computed_tokens:
+            request.status = RequestStatus.DECODING
+        if logprobs is not None:
+            request.logprobs.append(logprobs)
         if request.timestamps is not None:
             request.timestamps.append(now)
-        if token_id in request.stop_token_ids:
-            return self._end(request, "stop")
-        if request.num_generated_tokens >= request.max_new_tokens:
-            return self._end(request, "length")
-        return request.output() if request.streaming else None
+        reason = request.reason_to_end(token_id)
+        if reason is not None:
+            return [self._end(request, reason)]
+        return [request.output()] if request.streaming else []
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> GenerationOutput:
         self._scheduler.remove(request)

@@ -1,9 +1,7 @@
 """Computes batches on the user's model, through transformers' own modelling code (the reference path)."""
 
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from threading import Lock
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,11 +11,8 @@ from legato.attention.interface import IMPLEMENTATION, PagedAttention, TileAtten
 from legato.attention.tiles import plan_attention
 from legato.cache.kv import KVCache
 from legato.engine.batch import Batch, StepResult
-from legato.engine.sampling import sample
-
-# Held while a model's attention is switched to ours. One for the process: the switch is in config objects, which
-# several models may share, as several engines may share a model.
-FORWARD_LOCK = Lock()
+from legato.engine.sampling import finish_pass
+from legato.live_model import FORWARD_LOCK, evaluation_mode, sample_of_weights
 
 
 class ReferenceRunner:
@@ -28,7 +23,6 @@ class ReferenceRunner:
         configs: the config objects its attention layers look their implementation up in.
         cache: K and V.
         attend: the attention backend.
-        with_logprobs: whether results carry log-probabilities.
     """
 
     def __init__(
@@ -37,13 +31,11 @@ class ReferenceRunner:
         configs: Sequence[Any],
         cache: KVCache,
         attend: TileAttention,
-        with_logprobs: bool,
     ) -> None:
         self._model = model
         self._configs = configs
         self._cache = cache
         self._attend = attend
-        self._with_logprobs = with_logprobs
         self._device = model.device
         self._keeps_logits = takes_logits_to_keep(model)
 
@@ -63,7 +55,7 @@ class ReferenceRunner:
         """Nothing to do: every pass reads them."""
 
     def run(self, batch: Batch) -> StepResult:
-        """One forward pass: writes K and V, returns a token for each row of `batch.logits_indices`."""
+        """One forward pass: writes K and V, returns what is wanted of the logits."""
         device = self._device
         paged = PagedAttention(self._cache, plan_attention(batch, self._cache), self._attend)
         rows = torch.from_numpy(batch.logits_indices).to(device)
@@ -84,17 +76,7 @@ class ReferenceRunner:
             ).logits[0]
         if not self._keeps_logits:
             logits = logits[rows]
-        if not len(rows):
-            return StepResult([], [] if self._with_logprobs else None)
-        return sample(logits.float(), batch.sampling, self._with_logprobs)
-
-
-def sample_of_weights(model: nn.Module) -> int:
-    """A number made of a few values of every parameter and every buffer."""
-    with torch.no_grad():
-        tensors = [*model.parameters(), *model.buffers()]
-        samples = [t.flatten()[:: max(1, t.numel() // 8)].to(torch.float64) for t in tensors]
-        return hash(torch.cat(samples).cpu().numpy().tobytes())
+        return finish_pass(logits.float(), batch)
 
 
 def takes_logits_to_keep(model: Any) -> bool:
@@ -107,16 +89,3 @@ def attention_configs(model: nn.Module) -> list[Any]:
     """Every config object of the model's modules that names an attention implementation, once each."""
     configs = {id(m.config): m.config for m in model.modules() if hasattr(m, "config")}
     return [config for config in configs.values() if hasattr(config, "_attn_implementation")]
-
-
-@contextmanager
-def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout inside; the modules that were training train again after."""
-    training = [module for module in model.modules() if module.training] if model.training else []
-    for module in training:
-        module.training = False
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True

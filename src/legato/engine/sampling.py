@@ -1,72 +1,176 @@
 """From logits to tokens, each row by its own parameters."""
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from legato.engine.batch import SamplingBatch, StepResult
+from legato.engine.batch import Batch, SamplingBatch, StepResult
+from legato.engine.token_edits import EditsBatch
+from legato.filters import Filters
 from legato.kernels.sampling import native_sampler
+from legato.request import TokenLogprobs
 
 _LOWEST = -87.0  # no token with a lower score is ever drawn: e^-87 is about the smallest number of float32
 
 
-def sample(logits: Tensor, sampling: SamplingBatch, with_logprobs: bool) -> StepResult:
+def finish_pass(logits: Tensor, batch: Batch) -> StepResult:
+    """What is wanted of a pass's logits, float32 [rows of `batch.logits_indices`, vocabulary]; processed in place."""
+    num_sampled, scored = len(batch.sampling.seed), batch.scored
+    scores = (
+        token_logprobs(logits[num_sampled:], scored.token_ids, scored.num_likeliest) if len(scored.token_ids) else []
+    )
+    if not num_sampled:
+        return StepResult([], [], scores)
+    return replace(sample(logits[:num_sampled], batch.sampling), scores=scores)
+
+
+def sample(logits: Tensor, sampling: SamplingBatch) -> StepResult:
     """One token for each row.
 
     Args:
-        logits: float32 [rows, vocabulary]. A row whose largest is no finite number takes it, whatever its parameters.
+        logits: float32 [rows, vocabulary]; processed in place. A row whose largest is no finite number takes it,
+            whatever its parameters.
         sampling: the rows' parameters.
-        with_logprobs: also return each token's log-probability under the processed distribution.
     """
+    raw_rows = np.flatnonzero(sampling.raw_logprobs & (sampling.num_logprobs >= 0))
+    raw = logits[_on(raw_rows, logits)] if len(raw_rows) else None
+    errors = process_logits(logits, sampling)
+    tokens, logprobs = draw(logits, sampling)
+    results: list[TokenLogprobs | None] = [None] * len(tokens)
+    if sampling.wants_logprobs:
+        for row in np.flatnonzero((sampling.num_logprobs >= 0) & ~sampling.raw_logprobs):
+            results[row] = TokenLogprobs(float(logprobs[row]))
+        _add_likeliest(results, logits, sampling)
+        if raw is not None:
+            wanted = sampling.num_logprobs[raw_rows]
+            for row, result in zip(raw_rows, token_logprobs(raw, tokens[raw_rows], wanted), strict=True):
+                results[row] = result
+    return StepResult(tokens.tolist(), results, errors=errors)
+
+
+def process_logits(logits: Tensor, sampling: SamplingBatch) -> dict[int, str]:
+    """Edit and process rows, in place. Returns what went wrong in a row's own processors."""
+    if sampling.edits is not None:
+        _edit(logits, sampling.edits)
+    errors = {}
+    for one in sampling.processed:
+        row = logits[one.row : one.row + 1]
+        try:
+            row.copy_(one.process(one.tokens, row.cpu()))
+        except Exception as error:  # noqa: BLE001 - a caller's own code: whatever it raises, it must not harm the others
+            errors[one.row] = f"a logits processor failed: {type(error).__name__}: {error}"
+    return errors
+
+
+def _edit(logits: Tensor, edits: EditsBatch) -> None:
+    if len(edits.rows):
+        places = _on(edits.rows, logits), _on(edits.token_ids, logits)
+        bias, repetition, less = (_on(values, logits) for values in (edits.bias, edits.repetition, edits.less))
+        values = logits[places] + bias
+        logits[places] = torch.where(values < 0, values * repetition, values / repetition) - less
+    if len(edits.forbidden_rows):
+        logits[_on(edits.forbidden_rows, logits), _on(edits.forbidden_ids, logits)] = -torch.inf
+
+
+def draw(logits: Tensor, sampling: SamplingBatch) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """A token for each row of processed logits, and its log-probability under what it was drawn from where wanted."""
     native = native_sampler() if logits.device.type == "cpu" else None
-    if sampling.all_greedy and not with_logprobs:
-        likeliest = logits.argmax(dim=-1) if native is None else native.argmax(logits)
-        return StepResult(likeliest.tolist(), None)
+    wants_logprob = (sampling.num_logprobs >= 0) & ~sampling.raw_logprobs
+    if sampling.all_greedy and not wants_logprob.any():
+        likeliest = logits.argmax(dim=-1).cpu().numpy() if native is None else native.argmax(logits)
+        return likeliest, np.empty(0)
     uniforms = uniform(sampling.seed, sampling.position)
-    if native is None:
-        return sample_with_torch(logits, sampling, uniforms, with_logprobs)
-    tokens, logprobs = native.sample(
-        logits, sampling.temperature, sampling.top_k, sampling.top_p, uniforms, with_logprobs
-    )
-    return StepResult(tokens.tolist(), None if logprobs is None else logprobs.tolist())
+    if native is not None:
+        return native.sample(logits, sampling.filters, uniforms, wants_logprob)
+    return draw_with_torch(logits, sampling.filters, uniforms, wants_logprob)
 
 
-def sample_with_torch(
-    logits: Tensor, sampling: SamplingBatch, uniforms: NDArray[np.float64], with_logprobs: bool
-) -> StepResult:
+def draw_with_torch(
+    logits: Tensor, filters: Filters, uniforms: NDArray[np.float64], wants_logprob: NDArray[np.bool_]
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
     """The twin of `NativeSampler.sample`, for any device.
 
     Both draw in the vocabulary's order, so that a seed gives the same tokens by either.
     """
     token_ids = logits.argmax(dim=-1)
-    if sampling.all_greedy:
-        chosen = logits.log_softmax(dim=-1).gather(1, token_ids[:, None])[:, 0] if with_logprobs else None
-        return StepResult(token_ids.tolist(), None if chosen is None else chosen.tolist())
-    greedy = sampling.temperature == 0
-    # Greedy rows are computed with for their log-probabilities alone: under the logits as they are.
-    rows = np.arange(len(greedy)) if with_logprobs else np.flatnonzero(~greedy)
-    temperature = _column(np.where(greedy, np.float32(1), sampling.temperature)[rows], logits)
-    top_k, top_p = np.where(greedy, 0, sampling.top_k)[rows], np.where(greedy, np.float32(1), sampling.top_p)[rows]
-    some = logits if with_logprobs else logits[torch.from_numpy(rows).to(logits.device)]
-    largest = some.amax(dim=-1, keepdim=True)
+    logprobs = torch.full((len(logits),), torch.nan, dtype=torch.float64, device=logits.device)
+    greedy = filters.temperature == 0
+    rows = np.flatnonzero(~greedy | wants_logprob)
+    if len(rows):
+        some = logits[_on(rows, logits)]
+        largest = some.amax(dim=-1, keepdim=True)
+        scores = filtered_scores(some, filters[rows])
+        # float64: a float32 sum over a large vocabulary would round the unlikely tokens away.
+        cumulative = scores.double().exp_().cumsum_(dim=-1)
+        total = cumulative[:, -1:].clone()
+        target = _column(uniforms[rows], logits) * total  # below the total, also once rounded
+        drawn = torch.searchsorted(cumulative, target, right=True)
+        takes_largest = _column(greedy[rows], logits) | ~largest.isfinite()
+        some_rows = _on(rows, logits)
+        chosen = torch.where(takes_largest, token_ids[some_rows, None], drawn)
+        token_ids[some_rows] = chosen[:, 0]
+        logprobs[some_rows] = (scores.gather(1, chosen).double() - total.log())[:, 0]
+    return token_ids.cpu().numpy(), logprobs.cpu().numpy()
+
+
+def filtered_scores(logits: Tensor, filters: Filters) -> Tensor:
+    """Logits over temperature, the likeliest at 0, and -inf for what filters leave out; of greedy rows as they are."""
+    greedy = filters.temperature == 0
+    temperature = np.where(greedy, np.float32(1), filters.temperature)
     # Shifted so that the likeliest is 0: a tiny temperature would divide it to infinity.
-    scores = (some - largest).div_(temperature)
+    scores = (logits - logits.amax(dim=-1, keepdim=True)).div_(_column(temperature, logits))
     scores.masked_fill_(scores < _LOWEST, -torch.inf)
+    top_k = np.where(greedy, 0, filters.top_k)
+    top_p, typical_p = (np.where(greedy, np.float32(1), each) for each in (filters.top_p, filters.typical_p))
+    min_p = np.where(greedy, np.float32(0), filters.min_p)
     if top_k.any() or (top_p < 1).any():
         scores = _keep_likeliest(scores, top_k, top_p)
-    # float64: a float32 sum over a large vocabulary would round the unlikely tokens away.
-    cumulative = scores.double().exp_().cumsum_(dim=-1)
-    total = cumulative[:, -1:].clone()
-    target = _column(uniforms[rows], logits) * total  # below the total, also once rounded
-    drawn = torch.searchsorted(cumulative, target, right=True)
-    takes_largest = _column(greedy[rows], logits) | ~largest.isfinite()
-    some_rows = torch.from_numpy(rows).to(logits.device)
-    token_ids[some_rows] = torch.where(takes_largest, token_ids[some_rows, None], drawn)[:, 0]
-    if not with_logprobs:
-        return StepResult(token_ids.tolist(), None)
-    logprobs = scores.gather(1, token_ids[:, None]).double() - total.log()
-    return StepResult(token_ids.tolist(), logprobs[:, 0].tolist())
+    if min_p.any():
+        scores.masked_fill_(scores < _column(np.log(np.maximum(min_p, 1e-38)), scores), -torch.inf)
+    if (typical_p < 1).any():
+        some = _on(np.flatnonzero(typical_p < 1), scores)
+        scores[some] = _keep_typical(scores[some], _column(typical_p[typical_p < 1], scores))
+    return scores
+
+
+def token_logprobs(
+    logits: Tensor, token_ids: NDArray[np.int64], num_likeliest: NDArray[np.int64]
+) -> list[TokenLogprobs]:
+    """Log-probabilities of a token in each row, and of the row's likeliest ones.
+
+    Args:
+        logits: float32 [rows, vocabulary], the distribution itself.
+        token_ids: int64 [rows].
+        num_likeliest: int64 [rows].
+    """
+    logprobs = logits.double().log_softmax(dim=-1)
+    chosen = logprobs.gather(1, _column(token_ids, logits))[:, 0].tolist()
+    most = int(num_likeliest.max(initial=0))
+    if not most:
+        return [TokenLogprobs(logprob) for logprob in chosen]
+    values, ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+    return [
+        TokenLogprobs(logprob, tuple(zip(row_ids[:n], row_values[:n], strict=True)))
+        for logprob, n, row_ids, row_values in zip(
+            chosen, num_likeliest.tolist(), ids.tolist(), values.tolist(), strict=True
+        )
+    ]
+
+
+def _add_likeliest(results: list[TokenLogprobs | None], logits: Tensor, sampling: SamplingBatch) -> None:
+    """The likeliest tokens, of the rows that want them, under what was drawn from."""
+    rows = np.flatnonzero((sampling.num_logprobs > 0) & ~sampling.raw_logprobs)
+    if not len(rows):
+        return
+    scores = filtered_scores(logits[_on(rows, logits)], sampling.filters[rows])
+    likeliest = token_logprobs(scores, np.zeros(len(rows), np.int64), sampling.num_logprobs[rows])
+    for row, found in zip(rows, likeliest, strict=True):
+        drawn = results[row]
+        assert drawn is not None
+        results[row] = TokenLogprobs(drawn.logprob, found.top)
 
 
 def _keep_likeliest(scores: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.float32]) -> Tensor:
@@ -84,8 +188,24 @@ def _keep_likeliest(scores: Tensor, top_k: NDArray[np.int64], top_p: NDArray[np.
     return torch.empty_like(scores).scatter_(1, order, kept)
 
 
+def _keep_typical(scores: Tensor, typical_p: Tensor) -> Tensor:
+    """The scores with -inf for all but those whose information is nearest to the expected one."""
+    logprobs = scores.double().log_softmax(dim=-1)
+    masses = logprobs.exp()
+    expected = -(masses * logprobs).nan_to_num_().sum(-1, keepdim=True)
+    distances = (-logprobs - expected).abs_()
+    ordered, order = distances.sort(dim=-1, stable=True)
+    before = masses.gather(1, order).cumsum_(dim=-1) < typical_p
+    last = before.sum(-1, keepdim=True).clamp_(max=scores.shape[1] - 1)
+    return scores.masked_fill(distances > ordered.gather(1, last), -torch.inf)
+
+
+def _on(values: NDArray, like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like.device)
+
+
 def _column(values: NDArray, like: Tensor) -> Tensor:
-    return torch.from_numpy(values).to(like.device)[:, None]
+    return _on(values, like)[:, None]
 
 
 def uniform(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.float64]:

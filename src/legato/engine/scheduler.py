@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from legato.cache.block_manager import BlockManager
 from legato.cache.prefix import PageHasher
-from legato.cache.swap import UnitCopies
+from legato.cache.swap import CacheCopies, UnitCopies
 from legato.engine.policy import SchedulingPolicy
 from legato.request import Request, RequestStatus
 
@@ -16,7 +16,7 @@ class StepLimits:
 
     Attributes:
         max_batch_tokens: query tokens in one forward pass.
-        max_requests_per_batch: requests that run at once.
+        max_requests_per_batch: requests that run at once, and rows of logits in one forward pass.
         safety_margin: share of the cache below which no new prompt is started, in [0, 1].
     """
 
@@ -42,6 +42,7 @@ class StepPlan:
         stalled: running requests left out for want of blocks.
         restores: copies from the host to be made before the forward pass, for requests that were offloaded.
         num_tokens: tokens in `chunks`.
+        num_rows: rows of logits they leave.
         num_cached_tokens: prompt tokens of requests that start now which need not be computed.
     """
 
@@ -49,6 +50,7 @@ class StepPlan:
     stalled: list[Request] = field(default_factory=list)
     restores: list[UnitCopies] = field(default_factory=list)
     num_tokens: int = 0
+    num_rows: int = 0
     num_cached_tokens: int = 0
 
 
@@ -90,6 +92,34 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         self.waiting[request.request_id] = request
+
+    def fork(self, request: Request, child: Request) -> CacheCopies | None:
+        """Let a further sample of a prompt run, from the tokens that have been computed of it.
+
+        Returns:
+            What must be copied before the next forward pass; None: there was no room, and it starts over.
+        """
+        copies = self._blocks.fork(request.request_id, child.request_id, request.num_computed_tokens)
+        child.prefix_root, child.page_hashes = request.prefix_root, request.page_hashes.copy()
+        if copies is None:
+            self._put_first(child)
+            return None
+        child.num_computed_tokens = child.max_computed_tokens = request.num_computed_tokens
+        child.num_cached_tokens = request.num_computed_tokens
+        child.first_scheduled_time = request.first_scheduled_time
+        self.running[child.request_id] = child
+        return copies
+
+    def disown(self, request: Request) -> None:
+        """A request ends early: what hangs on it goes on without it, and what it hangs on forgets it."""
+        if request.children:
+            first, *others = request.children
+            first.children, request.children = others, []
+            self.add(first)
+        if request.request_id not in self.running and request.request_id not in self.waiting:
+            for parent in (*self.running.values(), *self.waiting.values()):
+                if request in parent.children:
+                    parent.children.remove(request)
 
     def remove(self, request: Request) -> None:
         """Forget a request that has ended, and free its blocks."""
@@ -141,6 +171,9 @@ class Scheduler:
             preempted.offloaded.append(request)
             preempted.copies.append(copies)
         del self.running[request.request_id]
+        self._put_first(request)
+
+    def _put_first(self, request: Request) -> None:
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
 
@@ -156,6 +189,9 @@ class Scheduler:
             if plan.num_tokens >= budget:
                 break
             num_tokens = min(len(request.tokens) - request.num_computed_tokens, budget - plan.num_tokens)
+            num_tokens = self._within_rows(plan, request, num_tokens)
+            if not num_tokens:
+                continue
             num_tokens = self._blocks.grow(request.request_id, request.num_computed_tokens, num_tokens)
             if num_tokens:
                 self._add_chunk(plan, request, num_tokens)
@@ -165,6 +201,7 @@ class Scheduler:
     def _add_chunk(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         plan.chunks.append(ScheduledChunk(request, num_tokens))
         plan.num_tokens += num_tokens
+        plan.num_rows += _num_rows(request, num_tokens)
         if self._hasher is not None:
             self._share_pages(request, request.num_computed_tokens + num_tokens)
 
@@ -185,7 +222,7 @@ class Scheduler:
     def _admit_waiting(self, plan: StepPlan) -> None:
         admitted = []
         for request in self.waiting.values():
-            if self._is_full(plan):
+            if self._is_full(plan, request):
                 break
             if self._awaits_prefix(request):
                 continue
@@ -198,9 +235,11 @@ class Scheduler:
         for request in admitted:
             del self.waiting[request.request_id]
 
-    def _is_full(self, plan: StepPlan) -> bool:
-        limits = self.limits
-        if plan.num_tokens >= limits.max_batch_tokens or len(self.running) >= limits.max_requests_per_batch:
+    def _is_full(self, plan: StepPlan, request: Request) -> bool:
+        limits, family = self.limits, 1 + len(request.children)
+        if plan.num_tokens >= limits.max_batch_tokens or plan.num_rows + family > limits.max_requests_per_batch:
+            return True
+        if sum(1 + len(one.children) for one in self.running.values()) + family > limits.max_requests_per_batch:
             return True
         return bool(self.running) and self._blocks.free_share < limits.safety_margin
 
@@ -228,10 +267,19 @@ class Scheduler:
             return self._admit_offloaded(request, plan)
         return self._admit_new(request, plan)
 
+    def _within_rows(self, plan: StepPlan, request: Request, num_tokens: int) -> int:
+        """As many of the request's next tokens as leave no more rows of logits than a pass has, perhaps none."""
+        room = self.limits.max_requests_per_batch - plan.num_rows
+        while num_tokens and (excess := _num_rows(request, num_tokens) - room) > 0:
+            # One token less leaves out one row, or, of the last one, those of all samples.
+            num_tokens -= 1 if request.samples(request.num_computed_tokens + num_tokens) else min(excess, num_tokens)
+        return num_tokens
+
     def _admit_new(self, request: Request, plan: StepPlan) -> int | None:
         blocks, known = self._blocks, len(request.tokens)
-        # The last token is always computed: its logits are what the request is here for.
-        found = blocks.find_prefix(request.page_hashes[: (known - 1) // blocks.page_size])
+        # Always computed are the last token and those before what is scored: their logits are what the request is for.
+        computed_from = min(known, request.next_scored if request.score_from is not None else known) - 1
+        found = blocks.find_prefix(request.page_hashes[: computed_from // blocks.page_size])
         room = self.limits.max_batch_tokens - plan.num_tokens
         for cached_pages, first in self._attempts(found, room):
             cached = cached_pages * blocks.page_size
@@ -239,9 +287,10 @@ class Scheduler:
                 break
         else:
             return None
-        num_tokens = blocks.grow(request.request_id, cached, min(known - cached, room))
         request.status = RequestStatus.PREFILLING
         request.num_computed_tokens = cached
+        num_tokens = self._within_rows(plan, request, min(known - cached, room))
+        num_tokens = blocks.grow(request.request_id, cached, num_tokens)
         if request.first_scheduled_time < 0:
             request.num_cached_tokens = cached
             plan.num_cached_tokens += cached
@@ -266,3 +315,9 @@ class Scheduler:
         if self.running:
             return [(num_shared_pages, num_tokens)]
         return [(num_shared_pages, num_tokens), (num_shared_pages, 1), (0, 1)]
+
+
+def _num_rows(request: Request, num_tokens: int) -> int:
+    """Rows of logits that a pass over the request's next tokens leaves."""
+    start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
+    return request.num_scored(start, end) + (1 + len(request.children) if request.samples(end) else 0)

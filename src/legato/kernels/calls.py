@@ -1,6 +1,6 @@
 """The native kernels' arguments: the structs of `native/legato.h`, field by field."""
 
-from ctypes import POINTER, Structure, c_float, c_int64, c_void_p
+from ctypes import CDLL, POINTER, Structure, c_char_p, c_float, c_int64, c_void_p
 
 _P, _I, _F = c_void_p, c_int64, c_float
 
@@ -54,6 +54,21 @@ class Attention(Structure):
     )  # fmt: skip
 
 
+class Argmax(Structure):
+    """Of `legato_argmax`."""
+
+    _fields_ = (("logits", _P), ("stride", _I), ("rows", _I), ("vocab", _I), ("tokens", _P))
+
+
+class Sampling(Structure):
+    """Of `legato_sample`."""
+
+    _fields_ = (
+        ("logits", _P), ("stride", _I), ("rows", _I), ("vocab", _I), ("temperature", _P), ("top_k", _P), ("top_p", _P),
+        ("min_p", _P), ("typical_p", _P), ("uniforms", _P), ("wants_logprob", _P), ("tokens", _P), ("logprobs", _P),
+    )  # fmt: skip
+
+
 class Call(Structure):
     """One of those that `legato_replay` makes."""
 
@@ -66,5 +81,17 @@ KERNELS: dict[str, type[Structure]] = {
     "legato_add_norm": AddNorm,
     "legato_rotate_and_store": Rotation,
     "legato_attention": Attention,
+    "legato_argmax": Argmax,
+    "legato_sample": Sampling,
 }
-REPLAY = (_P, POINTER(Call), _I)
+
+
+def declare(library: CDLL) -> None:
+    """Tell ctypes what the library's functions take and return."""
+    for function, arguments in KERNELS.items():
+        getattr(library, function).argtypes = (_P, POINTER(arguments))
+        getattr(library, function).restype = _I
+    library.legato_replay.argtypes, library.legato_replay.restype = (_P, POINTER(Call), _I), _I
+    library.legato_linear_has_tiles.argtypes, library.legato_linear_has_tiles.restype = (_I,), _I
+    library.legato_pool_new.argtypes, library.legato_pool_new.restype = (_I,), _P
+    library.legato_sources.restype = c_char_p

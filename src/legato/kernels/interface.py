@@ -105,11 +105,17 @@ class Kernels(Protocol):
     """For people: "amx", "avx512", "avx2", "portable" or "torch"."""
 
     def pack(
-        self, weight: Tensor, bias: Tensor | None, quantization: Quantization | None = None, gated: bool = False
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        quantization: Quantization | None = None,
+        gated: bool = False,
+        into: Any = None,
     ) -> Any:
         """A matrix [out, in] of any floating-point type, and a bias [out], in the form `linear` takes.
 
-        If `gated`, in the form `gated_linear` takes: the upper half of its rows is the gate for the lower half.
+        If `gated`, in the form `gated_linear` takes: the upper half of its rows is the gate for the lower half. `into`
+        is the result for another weight of that shape, whose memory is used again: it must not be used any more.
 
         With "int8" the weights are whole numbers from -127 to 127, scaled column by column of the product; x may be
         rounded too, to no fewer than 16 bits a number, scaled row by row. Without, nothing is lost.

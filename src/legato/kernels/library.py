@@ -4,7 +4,7 @@ import ctypes
 import logging
 import os
 from collections.abc import Callable
-from ctypes import POINTER, Structure, c_int64, c_void_p
+from ctypes import Structure, c_void_p
 from dataclasses import replace
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from legato.cache.kv import LayerCache
-from legato.kernels.calls import KERNELS, REPLAY, AddNorm, Attention, Call, Linear, Norm, Rotation
+from legato.kernels.calls import AddNorm, Attention, Call, Linear, Norm, Rotation, declare
 from legato.kernels.interface import Activation, AttentionSpec, HeadLayout, HeadNorm, PassTables, Rotary, new_rows
 from legato.kernels.packing import KINDS, PackedMatrix, Quantization, pack, pack_int8
 from legato.kernels.sources import sources_digest
@@ -56,7 +56,7 @@ def load_library(levels: tuple[str, ...] = LEVELS) -> tuple[str, ctypes.CDLL] | 
 @lru_cache
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    library.legato_sources.restype = ctypes.c_char_p
+    declare(library)
     return library
 
 
@@ -67,7 +67,6 @@ def thread_pool(library: ctypes.CDLL, num_threads: int) -> int:
     Raises:
         MemoryError: there is none for it.
     """
-    library.legato_pool_new.argtypes, library.legato_pool_new.restype = [c_int64], c_void_p
     pool: int | None = library.legato_pool_new(num_threads)
     if not pool:
         raise MemoryError("no memory for the kernels' threads")
@@ -90,21 +89,26 @@ class NativeKernels:
         self.name = name
         self._measured = measured
         self._arena = LargePageArena()
-        for function, arguments in KERNELS.items():
-            getattr(library, function).argtypes = [c_void_p, POINTER(arguments)]
-            getattr(library, function).restype = c_int64
-        library.legato_linear_has_tiles.argtypes, library.legato_linear_has_tiles.restype = [c_int64], c_int64
-        library.legato_replay.argtypes, library.legato_replay.restype = REPLAY, c_int64
         self._library = library
         self._num_threads = torch.get_num_threads()
         self._pool = thread_pool(library, self._num_threads)
         self._recorded: list[tuple[Any, Structure]] | None = None
 
     def pack(
-        self, weight: Tensor, bias: Tensor | None, quantization: Quantization | None = None, gated: bool = False
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        quantization: Quantization | None = None,
+        gated: bool = False,
+        into: PackedMatrix | None = None,
     ) -> PackedMatrix:
-        packed = (pack if quantization is None else pack_int8)(weight, bias, gated)
-        packed = replace(packed, panels=self._arena.store(packed.panels))
+        def place(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+            fits = into is not None and into.panels.shape == shape and into.panels.dtype == dtype
+            return into.panels if fits and into is not None else self._arena.empty(shape, dtype)
+
+        packed = (pack if quantization is None else pack_int8)(weight, bias, gated, place)
+        if into is not None and packed.panels is into.panels:
+            return replace(packed, ways=into.ways)
         candidates = self.ways(packed.kind)
         if len(candidates) == 1:
             return packed
@@ -235,7 +239,11 @@ class _Trial:
     def _copies(self) -> list[PackedMatrix]:
         count = min(_MOST_COPIES, -(-_FAR_BYTES // self._packed.num_bytes))
         arena = LargePageArena()
-        return [replace(self._packed, panels=arena.store(self._packed.panels)) for _ in range(count)]
+        panels = self._packed.panels
+        return [
+            replace(self._packed, panels=arena.empty(tuple(panels.shape), panels.dtype).copy_(panels))
+            for _ in range(count)
+        ]
 
     def run(self, way: int, rows: int) -> None:
         for packed in self._copies:

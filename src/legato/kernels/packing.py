@@ -1,5 +1,6 @@
 """Matrices in the layout that `native/linear.c` reads: panels of 32 output columns, each one run of memory."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -13,6 +14,8 @@ PANEL = 32
 FLOAT32, BFLOAT16, INT8 = 0, 1, 2  # as in native/legato.h
 KINDS = ("float32", "bfloat16", "int8")  # their names
 _DEPTH_STEP = {FLOAT32: 1, BFLOAT16: 32, INT8: 64}
+_ROWS_AT_ONCE = 512  # a multiple of PANEL
+_TYPES = {FLOAT32: torch.float32, BFLOAT16: torch.bfloat16, INT8: torch.int8}
 _INTERLEAVED = {FLOAT32: 1, BFLOAT16: 2, INT8: 4}  # consecutive inputs of a column that lie side by side
 
 
@@ -56,23 +59,33 @@ class PackedMatrix:
         return self.panels.numel() * self.panels.element_size()
 
 
-def pack(weight: Tensor, bias: Tensor | None, gated: bool = False) -> PackedMatrix:
+Place = Callable[[tuple[int, ...], torch.dtype], Tensor]
+
+
+def new_place(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Memory for panels, wherever torch finds it."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
+
+
+def pack(weight: Tensor, bias: Tensor | None, gated: bool = False, place: Place = new_place) -> PackedMatrix:
     """Pack `weight` [out, in] without loss: as bfloat16 if that holds every value of it, else as float32.
 
     Args:
         gated: the upper half of the rows is a gate for the lower.
+        place: where the panels go.
     """
-    half = weight.to(torch.bfloat16)
-    exact = weight.dtype == torch.bfloat16 or bool((half.to(weight.dtype) == weight).all())
-    if exact:
-        return _packed(BFLOAT16, half, None, bias, gated)
-    return _packed(FLOAT32, weight.float(), None, bias, gated)
+    if weight.dtype == torch.bfloat16 or all(map(_is_exact_in_bfloat16, weight.split(_ROWS_AT_ONCE))):
+        return _packed(BFLOAT16, weight, bias, gated, place)
+    return _packed(FLOAT32, weight, bias, gated, place)
 
 
-def pack_int8(weight: Tensor, bias: Tensor | None, gated: bool = False) -> PackedMatrix:
+def pack_int8(weight: Tensor, bias: Tensor | None, gated: bool = False, place: Place = new_place) -> PackedMatrix:
     """Pack `weight` [out, in] as whole numbers, so scaled that the largest of each column, [in], becomes 127."""
-    whole, scales = whole_numbers(weight.float())
-    return _packed(INT8, whole.to(torch.int8), scales, bias, gated)
+    return _packed(INT8, weight, bias, gated, place)
+
+
+def _is_exact_in_bfloat16(weight: Tensor) -> bool:
+    return bool((weight.to(torch.bfloat16).to(weight.dtype) == weight).all())
 
 
 def whole_numbers(values: Tensor) -> tuple[Tensor, Tensor]:
@@ -85,21 +98,42 @@ def whole_numbers(values: Tensor) -> tuple[Tensor, Tensor]:
     return (values / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]).round_(), scales
 
 
-def _packed(kind: int, values: Tensor, scales: Tensor | None, bias: Tensor | None, gated: bool) -> PackedMatrix:
-    columns, depth = values.shape
-    together = _INTERLEAVED[kind]
-    bias = None if bias is None else bias.float().clone()
-    if gated:
-        columns //= 2
-        values = _in_turn(values)
-        scales, bias = (None if each is None else _in_turn(each) for each in (scales, bias))
-    padded = pad(values, (0, -depth % _DEPTH_STEP[kind], 0, -len(values) % PANEL))
-    panels = padded.unflatten(1, (-1, together)).unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
-    return PackedMatrix(kind, panels, scales, bias, columns, depth, gated)
+def _packed(kind: int, weight: Tensor, bias: Tensor | None, gated: bool, place: Place) -> PackedMatrix:
+    """Straight from the weight into its place: copies on the way would for a moment take its size several times."""
+    weight, bias = weight.detach(), None if bias is None else bias.detach()
+    parts = 2 if gated else 1
+    columns, depth, together = len(weight) // parts, weight.shape[1], _INTERLEAVED[kind]
+    padded = -(-depth // _DEPTH_STEP[kind]) * _DEPTH_STEP[kind]
+    panels = place((-(-columns // PANEL) * parts, padded // together, PANEL, together), _TYPES[kind])
+    if columns % PANEL or padded != depth:
+        panels.zero_()
+    scales = torch.empty((parts, columns)) if kind == INT8 else None
+    for part, half in enumerate(weight.unflatten(0, (parts, columns))):
+        for first in range(0, columns, _ROWS_AT_ONCE):
+            values = half[first : first + _ROWS_AT_ONCE]
+            if scales is not None:
+                values, scales[part, first : first + len(values)] = whole_numbers(values.float())
+            _fill(panels[first // PANEL * parts + part :: parts], values)
+    return PackedMatrix(
+        kind, panels, None if scales is None else _in_turn(scales),
+        None if bias is None else _in_turn(bias.float().unflatten(0, (parts, columns))), columns, depth, gated,
+    )  # fmt: skip
 
 
-def _in_turn(rows: Tensor) -> Tensor:
-    """The upper half of [rows, ...] and the lower, `PANEL` rows of each in turn, with zeros to fill the last ones."""
-    halves = rows.unflatten(0, (2, -1))
-    padding = rows.new_zeros(2, -halves.shape[1] % PANEL, *rows.shape[1:])
-    return torch.cat([halves, padding], 1).unflatten(1, (-1, PANEL)).transpose(0, 1).flatten(0, 2)
+def _fill(panels: Tensor, values: Tensor) -> None:
+    """Put [rows, depth] into the first of some panels, [panels, depth' / n, PANEL, n]."""
+    together = panels.shape[3]
+    places = panels.transpose(1, 2)
+    rows, depth = len(values) // PANEL, values.shape[1] // together  # whole panels, and whole groups of inputs
+    whole = values[: rows * PANEL].unflatten(0, (rows, PANEL)) if rows else values[:0].view(0, PANEL, values.shape[1])
+    rest = values[rows * PANEL :]
+    for to, of in ((places[:rows], whole), (places[rows : rows + 1, : len(rest)], rest[None])):
+        if of.numel():
+            to[:, :, :depth].copy_(of[:, :, : depth * together].unflatten(2, (depth, together)))
+            if depth * together < of.shape[2]:
+                to[:, :, depth, : of.shape[2] - depth * together].copy_(of[:, :, depth * together :])
+
+
+def _in_turn(parts: Tensor) -> Tensor:
+    """[parts, columns] as one row: `PANEL` of each part in turn, with zeros to fill the last ones; a copy."""
+    return pad(parts, (0, -parts.shape[1] % PANEL)).unflatten(1, (-1, PANEL)).transpose(0, 1).reshape(-1).clone()

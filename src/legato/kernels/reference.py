@@ -35,7 +35,12 @@ class TorchKernels:
     name = "torch"
 
     def pack(
-        self, weight: Tensor, bias: Tensor | None, quantization: Quantization | None = None, gated: bool = False
+        self,
+        weight: Tensor,
+        bias: Tensor | None,
+        quantization: Quantization | None = None,
+        gated: bool = False,
+        into: TorchMatrix | None = None,
     ) -> TorchMatrix:
         values, bias = weight.detach().float(), None if bias is None else bias.detach().float()
         if quantization is None:

@@ -2,7 +2,6 @@
 
 import ctypes
 import os
-from ctypes import c_int64, c_void_p
 from functools import lru_cache
 
 import numpy as np
@@ -10,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from legato.filters import Filters
+from legato.kernels.calls import Argmax, Sampling
 from legato.kernels.choose import VARIABLE, find_library
 from legato.kernels.library import thread_pool
-
-_P, _I = c_void_p, c_int64
 
 
 class NativeSampler:
@@ -24,9 +23,7 @@ class NativeSampler:
     """
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._argmax, self._sample = library.legato_argmax, library.legato_sample
-        self._argmax.argtypes, self._argmax.restype = [_P, _P, _I, _I, _I, _P], None
-        self._sample.argtypes, self._sample.restype = [_P, _P, _I, _I, _I, _P, _P, _P, _P, _P, _P], c_int64
+        self._library = library
         self._pool = thread_pool(library, torch.get_num_threads())
 
     def argmax(self, logits: Tensor) -> NDArray[np.int64]:
@@ -38,43 +35,35 @@ class NativeSampler:
         logits = _rows_of(logits)
         rows, vocab_size = logits.shape
         tokens = np.empty(rows, np.int64)
-        self._argmax(self._pool, logits.data_ptr(), logits.stride(0), rows, vocab_size, tokens.ctypes.data)
+        arguments = Argmax(logits.data_ptr(), logits.stride(0), rows, vocab_size, tokens.ctypes.data)
+        self._library.legato_argmax(self._pool, ctypes.byref(arguments))
         return tokens
 
     def sample(
-        self,
-        logits: Tensor,
-        temperature: NDArray[np.float32],
-        top_k: NDArray[np.int64],
-        top_p: NDArray[np.float32],
-        uniforms: NDArray[np.float64],
-        with_logprobs: bool,
-    ) -> tuple[NDArray[np.int64], NDArray[np.float64] | None]:
-        """A token for each row, and its log-probability after temperature and filters if asked for.
+        self, logits: Tensor, filters: Filters, uniforms: NDArray[np.float64], wants_logprob: NDArray[np.bool_]
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """A token for each row, and its log-probability after temperature and filters where it is wanted.
 
         Args:
             logits: float32 [rows, vocabulary] on the CPU.
-            temperature: of each row; 0 takes the likeliest token and none of the filters.
-            top_k, top_p: of each row; 0 and 1 are none.
+            filters: of the rows.
             uniforms: each row's random number in [0, 1).
-            with_logprobs: whether to return log-probabilities.
+            wants_logprob: of each row.
         """
         logits = _rows_of(logits)
         rows, vocab_size = logits.shape
-        tokens = np.empty(rows, np.int64)
-        logprobs = np.empty(rows, np.float64) if with_logprobs else None
-        settings = [
+        tokens, logprobs = np.empty(rows, np.int64), np.empty(rows, np.float64)
+        arrays = [
             np.ascontiguousarray(values, dtype)
             for values, dtype in (
-                (temperature, np.float32), (top_k, np.int64), (top_p, np.float32), (uniforms, np.float64)
+                (filters.temperature, np.float32), (filters.top_k, np.int64), (filters.top_p, np.float32),
+                (filters.min_p, np.float32), (filters.typical_p, np.float32), (uniforms, np.float64),
+                (wants_logprob, np.uint8), (tokens, np.int64), (logprobs, np.float64),
             )
         ]  # fmt: skip
-        failed = self._sample(
-            self._pool, logits.data_ptr(), logits.stride(0), rows, vocab_size,
-            *(values.ctypes.data for values in settings), tokens.ctypes.data,
-            None if logprobs is None else logprobs.ctypes.data,
-        )  # fmt: skip
-        if failed:
+        addresses = (values.ctypes.data for values in arrays)
+        arguments = Sampling(logits.data_ptr(), logits.stride(0), rows, vocab_size, *addresses)
+        if self._library.legato_sample(self._pool, ctypes.byref(arguments)):
             raise MemoryError("sampling found no memory for its candidates")
         return tokens, logprobs
 

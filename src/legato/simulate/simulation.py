@@ -11,7 +11,7 @@ from legato.cache.block_manager import BlockManager, BlockTables
 from legato.cache.eviction import EVICTION_POLICIES
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup
 from legato.cache.prefix import PageHasher
-from legato.cache.swap import UnitCopies
+from legato.cache.swap import CacheCopies, UnitCopies
 from legato.checks import check_int, check_number, refuse
 from legato.engine.batch import StepResult
 from legato.engine.engine import Engine
@@ -19,7 +19,8 @@ from legato.engine.observer import StepObserver
 from legato.engine.policy import SCHEDULING_POLICIES
 from legato.engine.scheduler import ScheduledChunk, Scheduler, StepLimits
 from legato.errors import InvalidValueError
-from legato.request import GenerationOutput, Request, RequestStatus, SamplingParams
+from legato.request import GenerationOutput, Request, RequestStatus
+from legato.sampling_params import SamplingParams
 from legato.simulate.cost import CostModel, StepShape
 from legato.simulate.optimum import optimal_hits
 from legato.simulate.traces import TraceRequest
@@ -272,7 +273,7 @@ class _VirtualRunner:
     def run(self, batch: tuple[StepShape, int]) -> StepResult:
         shape, num_sampled = batch
         self.clock.now += self.cost.seconds(shape)
-        return StepResult([_ANSWER_TOKEN] * num_sampled, None)
+        return StepResult([_ANSWER_TOKEN] * num_sampled, [None] * num_sampled)
 
 
 @dataclass(slots=True)
@@ -281,6 +282,9 @@ class _VirtualMover:
 
     clock: _VirtualClock
     cost: CostModel
+
+    def copy(self, copies: Sequence[CacheCopies]) -> None:
+        pass  # traces have one answer a prompt
 
     def offload(self, copies: Sequence[UnitCopies]) -> None:
         self.clock.now += self.cost.moved_page * sum(len(copy.cache_units) for copy in copies)

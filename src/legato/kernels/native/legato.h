@@ -86,4 +86,26 @@ typedef struct {
     float scaling, softcap; /* 0: no softcap */
 } Attention;
 
+/* Each row's likeliest token, the first of those that tie; NaN is likelier than anything. */
+typedef struct {
+    const float *logits;
+    int64_t stride, rows, vocab;
+    int64_t *tokens; /* [rows] */
+} Argmax;
+
+/* A token for each row, drawn in the vocabulary's order by a random number in [0, 1). The filters follow one another as
+   they are listed. A temperature of 0 takes the likeliest token and none of them, and so does a row whose largest logit is
+   no finite number. */
+typedef struct {
+    const float *logits;
+    int64_t stride, rows, vocab;
+    const float *temperature;                 /* [rows], as all below */
+    const int64_t *top_k;                     /* 0: none */
+    const float *top_p, *min_p, *typical_p;   /* 1, 0 and 1: none */
+    const double *uniforms;
+    const uint8_t *wants_logprob;
+    int64_t *tokens;
+    double *logprobs; /* after temperature and filters, of the rows that want it; NaN where there is nothing to compute with */
+} Sampling;
+
 #endif

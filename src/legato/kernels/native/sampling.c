@@ -1,4 +1,5 @@
-/* From logits to tokens: the likeliest, or one drawn by temperature, top-k and top-p, without sorting the vocabulary.
+/* From logits to tokens: the likeliest, or one drawn by temperature, top-k, top-p, min-p and typical-p, without sorting
+   the vocabulary.
 
    A row goes by in blocks. Their largest logits, found in one pass, say where the likely tokens can be: filters look at
    a few candidates in the blocks that reach high enough, and at more only where these do not suffice. What a filter
@@ -104,15 +105,18 @@ INLINE int64_t chunk_rows(const Pool *pool, int64_t rows, int64_t vocab, int64_t
     return chunk_size(pool, rows, 1 + least_tokens / vocab);
 }
 
+/* How the work is divided. */
 typedef struct {
-    const float *logits;
-    int64_t stride, rows, vocab, *tokens, chunk;
-} Argmax;
+    const void *arguments;
+    int64_t chunk_rows;
+    char *memory; /* `scratch_bytes` for each thread */
+} Work;
 
 static void argmax_chunk(const void *arguments, int64_t chunk, int64_t thread) {
-    const Argmax *a = arguments;
+    const Work *w = arguments;
+    const Argmax *a = w->arguments;
     (void)thread;
-    for (int64_t r = chunk * a->chunk; r < (chunk + 1) * a->chunk && r < a->rows; r++) {
+    for (int64_t r = chunk * w->chunk_rows; r < (chunk + 1) * w->chunk_rows && r < a->rows; r++) {
         Row row = new_row(a->logits + r * a->stride, a->vocab);
         int64_t block;
         float top = find_top(&row, NULL, &block);
@@ -120,12 +124,10 @@ static void argmax_chunk(const void *arguments, int64_t chunk, int64_t thread) {
     }
 }
 
-/* Each row's likeliest token, the first of those that tie; NaN is likelier than anything. */
-EXPORT void legato_argmax(
-    Pool *pool, const float *logits, int64_t stride, int64_t rows, int64_t vocab, int64_t *tokens) {
-    int64_t chunk = chunk_rows(pool, rows, vocab, ARGMAX_TOKENS);
-    Argmax all = {logits, stride, rows, vocab, tokens, chunk};
-    run_chunks(pool, (rows + chunk - 1) / chunk, argmax_chunk, &all);
+EXPORT int64_t legato_argmax(Pool *pool, const Argmax *a) {
+    Work work = {a, chunk_rows(pool, a->rows, a->vocab, ARGMAX_TOKENS), NULL};
+    run_chunks(pool, (a->rows + work.chunk_rows - 1) / work.chunk_rows, argmax_chunk, &work);
+    return 0;
 }
 
 /* Memory of a thread. */
@@ -344,6 +346,59 @@ static int64_t keep_top_p(const Row *row, const Scratch *s, float top_p) {
     return keep(s, count, find_cut(s->score, count, limit, 1, s->work));
 }
 
+/* The sum of the masses at distances up to `most`. */
+static double mass_within(const float *masses, const float *distances, int64_t count, float most) {
+    vd totals[2] = {{0}, {0}};
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        vf mass = pick(load(distances + i) <= splat(most), load(masses + i), splat(0));
+        vhalf halves[2];
+        memcpy(halves, &mass, sizeof halves);
+        UNROLL for (int h = 0; h < 2; h++) totals[h] += __builtin_convertvector(halves[h], vd);
+    }
+    totals[0] += totals[1];
+    double total = 0;
+    for (int64_t j = 0; j < LANES / 2; j++) total += totals[0][j];
+    for (; i < count; i++) total += distances[i] <= most ? masses[i] : 0;
+    return total;
+}
+
+/* The smallest distance within which the limit is reached: floats that are not negative are in the order of their bits. */
+static float find_distance(const float *masses, const float *distances, int64_t count, double limit) {
+    uint32_t low = 0, high = 0x7f800000; /* infinity */
+    while (low < high) {
+        uint32_t middle = low + (high - low) / 2;
+        float most;
+        memcpy(&most, &middle, sizeof most);
+        if (mass_within(masses, distances, count, most) >= limit)
+            high = middle;
+        else
+            low = middle + 1;
+    }
+    float found;
+    memcpy(&found, &low, sizeof found);
+    return found;
+}
+
+/* Of the candidates those whose information is nearest to the expected one. */
+static int64_t keep_typical(const Scratch *s, int64_t count, float typical_p) {
+    float *masses = s->work[0], *distances = s->work[1];
+    double total = weigh(s->score, count, masses), expected = 0;
+    for (int64_t i = 0; i < count; i++)
+        if (masses[i] > 0) expected -= masses[i] * (double)s->score[i];
+    /* -log p = log total - score, so what is added to both falls out of their difference */
+    float center = (float)(expected / total);
+    for (int64_t i = 0; i < count; i++) distances[i] = masses[i] > 0 ? fabsf(-s->score[i] - center) : INFINITY;
+    float most = find_distance(masses, distances, count, typical_p * total);
+    int64_t kept = 0;
+    for (int64_t i = 0; i < count; i++) {
+        s->token[kept] = s->token[i];
+        s->score[kept] = s->score[i];
+        kept += distances[i] <= most && masses[i] > 0;
+    }
+    return kept;
+}
+
 /* A token, and the logarithm of its probability under what it was drawn from. */
 typedef struct {
     int64_t token;
@@ -374,31 +429,42 @@ static Drawn draw_from_all(const Row *row, const Scratch *s, double uniform) {
     return (Drawn){token, (row->logits[token] - row->top) / row->temperature - log(total)};
 }
 
-static Drawn draw_filtered(const Row *row, const Scratch *s, int64_t top_k, float top_p, double uniform) {
+/* Of one row. */
+typedef struct {
+    float temperature, top_p, min_p, typical_p;
+    int64_t top_k;
+} Filters;
+
+static Drawn draw_filtered(const Row *row, const Scratch *s, const Filters *f, double uniform) {
+    float floor = f->min_p > 0 ? fmaxf(logf(f->min_p), LOWEST) : LOWEST;
     int64_t count;
     score_all(row, s->tops, row->blocks, s->tops);
-    if (top_k) {
-        count = keep_top_k(row, s, top_k);
-        if (top_p < 1) {
-            double limit = top_p * weigh(s->score, count, NULL);
+    if (f->top_k) {
+        count = keep_top_k(row, s, f->top_k);
+        if (f->top_p < 1) {
+            double limit = f->top_p * weigh(s->score, count, NULL);
             count = keep(s, count, find_cut(s->score, count, limit, 1, s->work));
         }
+    } else if (f->top_p < 1) {
+        count = keep_top_p(row, s, f->top_p);
     } else {
-        count = keep_top_p(row, s, top_p);
+        count = gather(row, s, floor);
     }
+    if (f->min_p > 0) count = keep(s, count, (Cut){floor, ALL});
+    if (f->typical_p < 1) count = keep_typical(s, count, f->typical_p);
     return draw_candidate(s, count, uniform);
 }
 
-static Drawn sample_row(
-    Row row, const Scratch *s, float temperature, int64_t top_k, float top_p, double uniform, int with_logprob) {
+static Drawn sample_row(Row row, const Scratch *s, Filters f, double uniform, int with_logprob) {
     int64_t block;
-    row.temperature = temperature > 0 ? temperature : 1;
+    row.temperature = f.temperature > 0 ? f.temperature : 1;
     row.top = find_top(&row, s->tops, &block);
     if (!isfinite(row.top)) /* nothing to compute with */
         return (Drawn){first_token(&row, block, row.top), NAN};
-    if (temperature > 0 && (top_p < 1 || (top_k > 0 && top_k < row.vocab)))
-        return draw_filtered(&row, s, top_k < row.vocab ? top_k : 0, top_p, uniform);
-    if (temperature > 0) return draw_from_all(&row, s, uniform);
+    if (f.top_k >= row.vocab) f.top_k = 0;
+    if (f.temperature > 0 && (f.top_p < 1 || f.top_k > 0 || f.min_p > 0 || f.typical_p < 1))
+        return draw_filtered(&row, s, &f, uniform);
+    if (f.temperature > 0) return draw_from_all(&row, s, uniform);
     double total = with_logprob ? weigh_row(&row, s->sums) : 1;
     return (Drawn){first_token(&row, block, row.top), -log(total)};
 }
@@ -421,44 +487,24 @@ static Scratch scratch_at(char *memory, int64_t vocab) {
     return s;
 }
 
-typedef struct {
-    const float *logits;
-    int64_t stride, rows, vocab;
-    const float *temperatures;
-    const int64_t *top_k;
-    const float *top_p;
-    const double *uniforms;
-    int64_t *tokens;
-    double *logprobs;
-    char *memory;
-    int64_t chunk;
-} Sampling;
-
 static void sample_chunk(const void *arguments, int64_t chunk, int64_t thread) {
-    const Sampling *a = arguments;
-    Scratch scratch = scratch_at(a->memory + thread * scratch_bytes(a->vocab), a->vocab);
-    for (int64_t r = chunk * a->chunk; r < (chunk + 1) * a->chunk && r < a->rows; r++) {
-        Row row = new_row(a->logits + r * a->stride, a->vocab);
+    const Work *w = arguments;
+    const Sampling *a = w->arguments;
+    Scratch scratch = scratch_at(w->memory + thread * scratch_bytes(a->vocab), a->vocab);
+    for (int64_t r = chunk * w->chunk_rows; r < (chunk + 1) * w->chunk_rows && r < a->rows; r++) {
+        Filters filters = {a->temperature[r], a->top_p[r], a->min_p[r], a->typical_p[r], a->top_k[r]};
         Drawn drawn = sample_row(
-            row, &scratch, a->temperatures[r], a->top_k[r], a->top_p[r], a->uniforms[r], a->logprobs != NULL);
+            new_row(a->logits + r * a->stride, a->vocab), &scratch, filters, a->uniforms[r], a->wants_logprob[r]);
         a->tokens[r] = drawn.token;
-        if (a->logprobs) a->logprobs[r] = drawn.logprob;
+        a->logprobs[r] = drawn.logprob;
     }
 }
 
-/* A token for each row, and the logarithm of its probability after temperature and filters unless `logprobs` is NULL. A
-   temperature of 0 takes the likeliest token and none of the filters; a top_k of 0 and a top_p of 1 are none. Where the
-   largest logit is no finite number the row takes it as well, with a logarithm that is NaN. Returns 0, or 1 if there is
-   no memory. */
-EXPORT int64_t legato_sample(
-    Pool *pool, const float *logits, int64_t stride, int64_t rows, int64_t vocab, const float *temperatures,
-    const int64_t *top_k, const float *top_p, const double *uniforms, int64_t *tokens, double *logprobs) {
-    char *memory = malloc((size_t)(num_threads(pool) * scratch_bytes(vocab))); /* what is not used stays untouched */
-    if (!memory) return 1;
-    int64_t chunk = chunk_rows(pool, rows, vocab, SAMPLE_TOKENS);
-    Sampling all = {
-        logits, stride, rows, vocab, temperatures, top_k, top_p, uniforms, tokens, logprobs, memory, chunk};
-    run_chunks(pool, (rows + chunk - 1) / chunk, sample_chunk, &all);
-    free(memory);
+EXPORT int64_t legato_sample(Pool *pool, const Sampling *a) {
+    Work work = {a, chunk_rows(pool, a->rows, a->vocab, SAMPLE_TOKENS), NULL};
+    work.memory = malloc((size_t)(num_threads(pool) * scratch_bytes(a->vocab))); /* what is not used stays untouched */
+    if (!work.memory) return 1;
+    run_chunks(pool, (a->rows + work.chunk_rows - 1) / work.chunk_rows, sample_chunk, &work);
+    free(work.memory);
     return 0;
 }

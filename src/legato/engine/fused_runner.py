@@ -11,9 +11,9 @@ from legato.decoder.fusing import FusedModel
 from legato.decoder.reader import read_spec
 from legato.decoder.spec import NotFusable
 from legato.engine.batch import Batch, StepResult
-from legato.engine.runner import sample_of_weights
-from legato.engine.sampling import sample
+from legato.engine.sampling import finish_pass
 from legato.errors import UnsupportedModelError
+from legato.live_model import sample_of_weights
 
 
 class FusedRunner:
@@ -23,14 +23,12 @@ class FusedRunner:
         fused: the model.
         cache: K and V.
         num_positions: every token's position is below.
-        with_logprobs: whether results carry log-probabilities.
     """
 
-    def __init__(self, fused: FusedModel, cache: KVCache, num_positions: int, with_logprobs: bool) -> None:
+    def __init__(self, fused: FusedModel, cache: KVCache, num_positions: int) -> None:
         self._fused = fused
         self._cache = cache
         self._num_positions = num_positions
-        self._with_logprobs = with_logprobs
         self._decoder: Decoder = fused.decoder(cache, num_positions)
         self._num_rebuilt = 0
         self._sample = sample_of_weights(fused.model)
@@ -66,10 +64,7 @@ class FusedRunner:
         with torch.no_grad():
             with self._following():
                 self._fused.weights.refresh()
-            logits = self._decoder.forward(batch)
-            if not len(logits):
-                return StepResult([], [] if self._with_logprobs else None)
-            return sample(logits, batch.sampling, self._with_logprobs)
+            return finish_pass(self._decoder.forward(batch), batch)
 
     def _read_again(self) -> None:
         """Start afresh if the model is no longer what it was."""
