@@ -99,6 +99,10 @@ SAMPLING: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "logprobs": ((None, 0, 20), (-1, 21, *NOT_INTEGERS), "an integer, from 0 to 20, or None"),
     "prompt_logprobs": ((None, 0, 20), (-1, 21, *NOT_INTEGERS), "an integer, from 0 to 20, or None"),
     "logprobs_mode": (("raw", "processed"), ("both", None, 1), '"processed" or "raw"'),
+    "json_schema": ((None, {"type": "object"}, "{}"), (5, [1]), "a JSON schema, as a dict or as text, or None"),
+    "regex": ((None, "a+"), ("", 5, [1]), "a text that is not empty, or None"),
+    "grammar": ((None, "start: /a/"), ("", 5, [1]), "a text that is not empty, or None"),
+    "choice": (((), ("a", "bc")), ("", [""], 5, [1]), "a text or a list of texts, none of them empty"),
     "n": ((1, 64), (0, -1, None, *NOT_INTEGERS), "an integer, from 1 to 1024"),
     "logits_processors": (((), (print,)), (5, [5], None), "a list of callables"),
     "processors": (({}, {"min_length": 3}), (5,), "a dict of settings of transformers' GenerationConfig"),
@@ -226,7 +230,7 @@ def test_page_size_gives_no_warning() -> None:
 def test_sampling_params_from_a_mapping() -> None:
     params = SamplingParams.from_mapping({"temperature": 0.5, "top_k": 3})
     assert params == SamplingParams(temperature=0.5, top_k=3)
-    with pytest.raises(ValueError, match=r"'beams'; known ones are bad_words_ids, begin_suppress_tokens, encoder"):
+    with pytest.raises(ValueError, match=r"'beams'; known ones are bad_words_ids, begin_suppress_tokens, choice"):
         SamplingParams.from_mapping({"top_k": 3, "beams": 4})
     with pytest.raises(ValueError, match="top_k=-2"):
         SamplingParams.from_mapping({"top_k": -2})

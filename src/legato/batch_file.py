@@ -199,7 +199,8 @@ def _answer(lines: Sequence[PromptLine], llm: LLM, writer: "OrderedWriter") -> b
             except InvalidValueError as error:
                 writer.add(_result(line, None, "", str(error)))
         for index, output in completed(llm.manager, [spec for _, spec in runnable], show=True):
-            writer.add(_result(runnable[index][0], output, decode(llm.tokenizer, output.generated_tokens)))
+            text = decode(llm.tokenizer, output.generated_tokens) if output.text is None else output.text
+            writer.add(_result(runnable[index][0], output, text))
     except KeyboardInterrupt:
         return False
     finally:
@@ -217,7 +218,7 @@ def _make_spec(line: PromptLine, tokenizer: Any) -> RequestSpec:
         input_ids = encode(tokenizer, fields["prompt"])
     else:
         input_ids = fields["prompt_ids"]
-    sampling = {name: fields[name] for name in _SAMPLING_FIELDS if name in fields}
+    sampling = {name: fields[name] for name in _SAMPLING_FIELDS if name in fields} | {"n": 1}  # a line, an answer
     return RequestSpec(input_ids, fields["max_new_tokens"], cache_salt=fields.get("cache_salt"), sampling=sampling)
 
 

@@ -1,6 +1,7 @@
 """From transformers' `GenerationConfig` and a caller's arguments to requests."""
 
 import random
+import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from legato.engine.processors import RowProcessors
 from legato.engine.token_edits import TokenEdits
 from legato.errors import InvalidValueError
 from legato.filters import NAMES
+from legato.grammar import Grammar, GrammarCompiler
 from legato.request import Request, RequestSpec
 from legato.sampling_params import MAX_SEED, PROCESSOR_SETTINGS, SamplingParams
 from legato.stop_text import StopText
@@ -124,7 +126,7 @@ class RequestFactory:
         cache_tokens: tokens a sequence may have by the cache.
         seed: of the seeds of requests that bring none; None: at random.
         return_logprobs: give every request's tokens their log-probabilities.
-        tokenizer: for texts that stop; None: they are refused.
+        tokenizer: for texts that stop and for grammars; None: they are refused.
     """
 
     def __init__(
@@ -142,6 +144,8 @@ class RequestFactory:
         self._random = random.Random(seed)
         self._return_logprobs = return_logprobs
         self._tokenizer = tokenizer
+        self._compiler: GrammarCompiler | None = None  # takes seconds to make for a large vocabulary
+        self._making = threading.Lock()
 
     def make(self, defaults: GenerationDefaults, request_id: str, spec: RequestSpec) -> Request:
         """A request that the engine can see through to its end.
@@ -154,14 +158,16 @@ class RequestFactory:
         check_bool("streaming", spec.streaming)
         if not isinstance(spec.cache_salt, str | None):
             raise refuse("cache_salt", spec.cache_salt, "a string or None")
-        prompt = self._prompt(spec.input_ids)
+        prompt = self._prompt(spec.input_ids, is_answered=spec.score_from is None)
         params = _sampling(defaults, spec.sampling)
         self._check_token_ids(params)
         eos = spec.eos_token_id
         eos_token_ids = () if params.ignore_eos else defaults.eos_token_ids if eos is None else _eos(eos)
-        max_new_tokens = self._new_tokens(defaults, len(prompt), spec.max_new_tokens, params.max_tokens)
-        if spec.score_from is not None:
+        if spec.score_from is None:
+            max_new_tokens = self._new_tokens(defaults, len(prompt), spec.max_new_tokens, params.max_tokens)
+        else:
             check_int("score_from", spec.score_from, 1, len(prompt))
+            self._new_tokens(defaults, len(prompt), 1, None)  # one that is never generated
             max_new_tokens = 0
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
 
@@ -180,10 +186,12 @@ class RequestFactory:
                 num_logprobs=0 if params.logprobs is None and self._return_logprobs else params.logprobs,
                 score_from=_score_from(params, spec) if number == 0 else None,
                 stop_text=self._stop_text(params),
+                grammar=None if grammar is None else grammar.copy(),
                 timestamps=[] if spec.record_timestamps else None,
                 **_logits_changes(params, prompt, eos_token_ids, max_new_tokens, self._vocab_size),
             )
 
+        grammar = self._grammar(params, defaults.eos_token_ids) if max_new_tokens else None
         created_time = time.perf_counter()
         request = sample(0)
         if max_new_tokens:
@@ -215,6 +223,16 @@ class RequestFactory:
             )
         return StopText(self._tokenizer, params.stop, params.include_stop_str_in_output)
 
+    def _grammar(self, params: SamplingParams, eos_token_ids: tuple[int, ...]) -> Grammar | None:
+        if not params.is_structured:
+            return None
+        if self._tokenizer is None:
+            raise InvalidValueError("structured output needs the model's tokenizer: use LLM, or give it to the manager")
+        with self._making:
+            if self._compiler is None:
+                self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, eos_token_ids)
+        return self._compiler.grammar(params)
+
     def _check_token_ids(self, params: SamplingParams) -> None:
         named = {
             "logit_bias": params.logit_bias,
@@ -226,7 +244,7 @@ class RequestFactory:
             if bad:
                 raise InvalidValueError(f"{name} has token id {bad[0]}: the model knows 0 to {self._vocab_size - 1}")
 
-    def _prompt(self, input_ids: Any) -> list[int]:
+    def _prompt(self, input_ids: Any, is_answered: bool) -> list[int]:
         prompt = token_ids("input_ids", input_ids)
         if not prompt:
             raise InvalidValueError("input_ids is empty: a prompt needs at least 1 token")
@@ -234,7 +252,7 @@ class RequestFactory:
         if low < 0 or high >= self._vocab_size:
             bad = low if low < 0 else high
             raise InvalidValueError(f"input_ids has token id {bad}: the model knows 0 to {self._vocab_size - 1}")
-        if len(prompt) >= self._max_length:
+        if len(prompt) + is_answered > self._max_length:
             raise InvalidValueError(
                 f"input_ids has {len(prompt)} tokens: the model takes at most {self._max_length}, new ones included"
             )
@@ -274,8 +292,10 @@ def _logits_changes(
 ) -> dict[str, Any]:
     """Edits where they are enough, else processors that do everything."""
     if RowProcessors.needed(params):
-        return {"processors": RowProcessors(params, prompt, eos_token_ids, max_new_tokens, vocab_size)}
-    stops = frozenset((*params.stop_token_ids, *eos_token_ids))
+        eos = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+        return {"processors": RowProcessors(params, prompt, eos, max_new_tokens, vocab_size)}
+    # Those that the model has no logit for cannot come anyway.
+    stops = frozenset(t for t in (*params.stop_token_ids, *eos_token_ids) if 0 <= t < vocab_size)
     return {"edits": TokenEdits.needed(params, len(prompt), stops)}
 
 

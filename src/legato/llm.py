@@ -4,6 +4,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
+from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
@@ -71,8 +72,8 @@ class LLM:
             use_tqdm: show a progress bar where stderr is a terminal.
 
         Returns:
-            Final outputs in input order, with `text`; `n` of them for each prompt. A prompt that can never
-            be served has status FAILED.
+            Final outputs in input order, with `text`; `n` of them for each prompt. A prompt that can never be served
+            has status FAILED.
 
         Raises:
             EngineError: the engine failed; `__cause__` is why.
@@ -107,7 +108,10 @@ class LLM:
         """
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
         input_ids = encode_chat(self.tokenizer, prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
-        return self._stream(self._spec(input_ids, sampling_params, streaming=True))
+        if sampling_params is not None and sampling_params.n > 1:
+            raise InvalidValueError(f"n={sampling_params.n} is not allowed: a stream is of one answer")
+        spec = self._spec(input_ids, sampling_params, streaming=True)
+        return self._stream(replace(spec, sampling={**spec.sampling, "n": 1}))
 
     def score(
         self,
@@ -220,8 +224,14 @@ class LLM:
             whole, start = self._encode(prompt + completion), len(self._encode(prompt))
         else:
             start = len(self._encode(prompt))
-            whole = [*self._encode(prompt), *self._encode(completion)]
+            whole = [*self._encode(prompt), *self._encode_rest(completion)]
         return whole, max(1, start)  # nothing tells how likely a first token is
+
+    def _encode_rest(self, text: Any) -> list[int]:
+        """Of a text that goes on: nothing is put in front of it."""
+        if not isinstance(text, str):
+            return list(text)
+        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _encode(self, prompt: Any) -> list[int]:
         return encode(self.tokenizer, prompt) if isinstance(prompt, str) else prompt

@@ -112,8 +112,8 @@ class ContinuousBatchingManager:
 
         Requests that start after it share no cached prefix with those from before. A change of parameters outside of it
         is noticed too: any that training makes, once the engine was idle between; while requests run or wait, in-place
-        and replaced ones. Not noticed outside of it: changes of buffers, of adapters, of single values, and, while
-        requests run, writes through `weight.data` and by fused optimizers.
+        and replaced ones. Not noticed outside of it: changes of adapters, of single values, and, while requests run,
+        of buffers, writes through `weight.data` and by fused optimizers. All weights are packed anew after it.
 
         Raises:
             ManagerStateError: called from the engine's own thread (a result handler).
@@ -170,8 +170,8 @@ class ContinuousBatchingManager:
                 typical_p makes it sample.
 
         Returns:
-            The id, that of the first of `n` samples: the others' are it with ":1", ":2" and so on after it.
-            None when the manager is stopping or stopped: nothing was queued, and a warning says so.
+            The id, that of the first of `n` samples: the others' are it with ":1", ":2" and so on after it. None when
+            the manager is stopping or stopped: nothing was queued, and a warning says so.
 
         Raises:
             InvalidValueError: the request can never be served. Other requests are not touched.
@@ -202,8 +202,8 @@ class ContinuousBatchingManager:
         A prompt that can never be served fails alone: its output is FAILED and carries the reason.
 
         Returns:
-            Ids in input order, those of all samples of a prompt one after the other; none when the manager
-            is stopping or stopped.
+            Ids in input order, those of all samples of a prompt one after the other; none when the manager is stopping
+            or stopped.
 
         Raises:
             InvalidValueError: arguments wrong for all of them. Nothing was queued.
@@ -355,8 +355,9 @@ class ContinuousBatchingManager:
         return list(itertools.islice(fresh, count))
 
     def num_samples(self, spec: RequestSpec) -> int:
-        """Final outputs that a request will have."""
-        return spec.sampling.get("n") or self._defaults.params.n
+        """Final outputs that a request will have, if it can be served."""
+        asked = spec.sampling.get("n")
+        return 1 if spec.score_from is not None else asked if isinstance(asked, int) else self._defaults.params.n
 
     def _add_specs(self, specs: Sequence[RequestSpec], handler: ResultHandler | None) -> list[list[str]]:
         """The ids of each one's samples; none at all, when the manager is stopping or stopped."""

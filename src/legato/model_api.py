@@ -134,9 +134,9 @@ def generate_batch(
         persistent_manager, warmup, tokenizer: as of `continuous_batching_context_manager`.
 
     Returns:
-        Each prompt's final outputs by request id, in input order, one for each of `num_return_sequences`. A
-        prompt that can never be served (empty, or longer
-        than cache or model allow) has status FAILED and says why in `error`; the others are not touched.
+        Each prompt's final outputs by request id, in input order, one for each of `num_return_sequences`. A prompt that
+        can never be served (empty, or longer than cache or model allow) has status FAILED and says why in `error`; the
+        others are not touched.
 
     Raises:
         EngineError: the engine failed; `__cause__` is why.

@@ -7,6 +7,7 @@ from enum import IntEnum
 from typing import Any
 
 from legato.engine.token_edits import TokenEdits
+from legato.grammar import Grammar
 from legato.sampling_params import SamplingParams
 from legato.stop_text import StopText
 
@@ -70,7 +71,7 @@ class GenerationOutput:
         logprobs: log-probability of each generated token, if asked for; else empty.
         top_logprobs: for each generated token the likeliest in its place, (token id, log-probability), if asked for.
         prompt_logprobs: of the prompt's tokens, None for those that were not asked about, the first among them; None if
-            none was.
+            none was, as in all but the first sample of a prompt.
         error: why the request failed, or None.
         status: FINISHED or FAILED on the final output.
         created_time: `time.perf_counter()` when the request was made, in seconds.
@@ -116,9 +117,10 @@ class Request:
         num_logprobs: so many likeliest tokens' log-probabilities are wanted besides each new one's; None: none at all.
         score_from: the prompt's tokens from this one on are wanted the log-probabilities of; None: of none.
         stop_text: follows the answer's text up to one that ends it, or None.
+        grammar: where its answer stands in the grammar it must follow, or None.
         edits: what its own tokens do to its logits, or None.
         processors: its own logits processors, see `batch.ProcessedRow`, or None.
-        children: further samples of the prompt, not begun; they go on from this one's first token.
+        children: further samples of the prompt, not begun; they go on from the prompt once it is computed.
         prefix_root: where the chain of `page_hashes` begins; empty until it is asked for.
         page_hashes: of the leading complete pages of `tokens`, as far as they have been asked for.
         prompt_logprobs: of the prompt's tokens from `score_from` on, as far as they have been computed.
@@ -141,6 +143,7 @@ class Request:
     num_logprobs: int | None = None
     score_from: int | None = None
     stop_text: StopText | None = None
+    grammar: Grammar | None = None
     edits: TokenEdits | None = None
     processors: Callable[[Sequence[int], Any], Any] | None = None
     children: list["Request"] = field(default_factory=list)
@@ -174,14 +177,37 @@ class Request:
         """Whether a token is sampled after a pass over the tokens up to `end` - 1."""
         return end == len(self.tokens) and self.max_new_tokens > 0
 
-    def reason_to_end(self, token_id: int) -> str | None:
+    def take(self, token_id: int, now: float) -> tuple[str | None, str | None]:
+        """A new token, and those that its grammar lets nothing but follow.
+
+        Returns:
+            Why the request ends with it, or None, and the error if that is the reason.
+        """
+        if self.grammar is not None and (error := self.grammar.accept(token_id)) is not None:
+            return "error", error
+        tokens = [token_id]
+        # Where nobody wants to know how likely they are, they need not even be sampled.
+        if self.grammar is not None and self.num_logprobs is None:
+            tokens += self.grammar.forced()
+        for token in tokens:
+            self.tokens.append(token)
+            if self.timestamps is not None:
+                self.timestamps.append(now)
+            reason = self._reason_to_end(token)
+            if reason is not None:
+                return reason, None
+        return ("stop" if self.grammar is not None and self.grammar.is_finished else None), None
+
+    def _reason_to_end(self, token_id: int) -> str | None:
         """Whether the request ends with the token it has just been given."""
         stop_text = self.stop_text
-        if token_id in self.stop_token_ids or (stop_text is not None and stop_text.push(token_id)):
+        if stop_text is not None and stop_text.push(token_id):
             return "stop"
-        if self.num_generated_tokens < self.max_new_tokens:
+        ended = token_id in self.stop_token_ids
+        if not ended and self.num_generated_tokens < self.max_new_tokens:
             return None
-        return "stop" if stop_text is not None and stop_text.finish() else "length"
+        met = stop_text is not None and stop_text.finish()
+        return "stop" if ended or met else "length"
 
     def start_chain(self, prefix_root: bytes) -> None:
         """Hash the pages anew, chained from `prefix_root`; empty: the root is to be asked for."""

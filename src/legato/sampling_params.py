@@ -10,6 +10,7 @@ from legato.errors import InvalidValueError
 MAX_SEED = 2**64 - 1
 MAX_TOP_LOGPROBS = 20
 MAX_SAMPLES = 1024
+STRUCTURED = ("json_schema", "regex", "choice", "grammar")  # each asks for a grammar
 
 # transformers' further logits processors, by the setting of `GenerationConfig` that asks for each, with the values that
 # ask for none. `engine/processors.py` makes them.
@@ -64,6 +65,11 @@ class SamplingParams:
         logprobs_mode: "processed": under the distribution the token was drawn from, after penalties, temperature and
             filters; "raw": under the model's own logits.
         n: samples of the prompt, which is computed once; each is an output of its own.
+        json_schema: the answer is JSON that this schema, a dict or text, allows; what cannot be enforced is refused.
+        regex: the answer matches it, all of it.
+        choice: the answer is one of these texts.
+        grammar: the answer is one of a grammar's, in Lark's notation or, with `::=`, in llama.cpp's GBNF. Any of these
+            four needs the tokenizer, and none goes with another; an answer that is cut by its length says so.
         seed: in [0, 2**64); the same seed gives the same tokens whatever runs beside it. None: drawn at random.
         logits_processors: transformers' `LogitsProcessor`s of the caller's own, called with the request's tokens and
             logits alone.
@@ -95,6 +101,10 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprobs_mode: Literal["processed", "raw"] = "processed"
     n: int = 1
+    json_schema: Mapping[str, Any] | str | None = None
+    regex: str | None = None
+    choice: Sequence[str] = ()
+    grammar: str | None = None
     seed: int | None = None
     logits_processors: Sequence[Callable[..., Any]] = ()
     processors: Mapping[str, Any] = field(default_factory=dict)
@@ -109,6 +119,8 @@ class SamplingParams:
         self._settle("bad_words_ids", _sequences("bad_words_ids", self.bad_words_ids))
         self._settle("logit_bias", _biases(self.logit_bias))
         self._settle("stop", _texts("stop", self.stop))
+        self._settle("choice", _texts("choice", self.choice))
+        self._check_structured()
         self._settle("logits_processors", _callables("logits_processors", self.logits_processors))
         self._settle("processors", _settings(self.processors))
 
@@ -131,6 +143,22 @@ class SamplingParams:
         check_int("seed", self.seed, 0, MAX_SEED, optional=True)
         if self.max_tokens is not None and self.min_new_tokens > self.max_tokens:
             raise refuse("min_new_tokens", self.min_new_tokens, f"no more than max_tokens={self.max_tokens}")
+
+    def _check_structured(self) -> None:
+        if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
+            raise refuse("json_schema", self.json_schema, "a JSON schema, as a dict or as text, or None")
+        for name in ("regex", "grammar"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, str) or not value):
+                raise refuse(name, value, "a text that is not empty, or None")
+        asked = [name for name in STRUCTURED if getattr(self, name) not in (None, ())]
+        if len(asked) > 1:
+            raise InvalidValueError(f"{asked[0]} and {asked[1]} are not allowed together: an answer has one grammar")
+
+    @property
+    def is_structured(self) -> bool:
+        """Whether the answer has a grammar."""
+        return any(getattr(self, name) not in (None, ()) for name in STRUCTURED)
 
     def _settle(self, name: str, value: Any) -> None:
         object.__setattr__(self, name, value)  # frozen, but for its birth

@@ -110,6 +110,14 @@ def test_scores_generate_nothing_and_compute_shared_prefixes_once() -> None:
     assert manager.stats.cache_used_share == 0
 
 
+def test_a_text_as_long_as_the_model_takes_can_be_scored() -> None:
+    manager = manager_of(num_blocks=80)
+    text = [(11 * i) % 90 + 3 for i in range(256)]
+    with manager.session():
+        ((_, output),) = manager.as_completed([RequestSpec(text, score_from=200)])
+    check_prompt_logprobs(tiny_model("llama"), text, output, 200, 0)
+
+
 @pytest.mark.parametrize("space", [0.0, 0.1])
 def test_scores_survive_being_preempted(space: float) -> None:
     manager = manager_of(num_blocks=20, cpu_offload_space=space, max_batch_tokens=16, allow_block_sharing=False)

@@ -263,6 +263,10 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (-1, 21),
     "logprobs_mode": ("both", 1),
     "n": (0, -1, 2000, 1.5),
+    "json_schema": (5, [1]),
+    "regex": ("", 5),
+    "grammar": ("", 5),
+    "choice": ("", [1], 5),
     "logits_processors": (5, [5]),
     "processors": (5, {"no_such": 1}),
     "no_repeat_ngram_size": (-1, "a"),
@@ -300,3 +304,22 @@ def test_edits_survive_being_asked_late() -> None:
         step_by_step.edits.after(step_by_step.tokens), at_once.edits.after(at_once.tokens), strict=True
     ):
         assert np.array_equal(ours, theirs)
+
+
+def test_stop_tokens_that_the_model_does_not_have_harm_nobody() -> None:
+    config = ContinuousBatchingConfig(page_size=4, num_blocks=40)
+    asked = [
+        {"stop_token_ids": [10**6, -1], "min_new_tokens": 5},
+        {},
+        {"min_new_tokens": 3, "eos_token_id": [10**6, EOS]},
+    ]
+    for output in generate(tiny_model("llama"), asked, config):
+        assert output.status is RequestStatus.FINISHED and len(output.generated_tokens) >= 3
+
+
+def test_stop_tokens_wait_for_min_new_tokens_beside_other_processors_too() -> None:
+    config = ContinuousBatchingConfig(page_size=4, num_blocks=40)
+    first = reference(tiny_model("llama"), PROMPT, 1, eos_token_id=EOS).tokens[0]
+    asked = [{"stop_token_ids": [first], "min_new_tokens": 4, **more} for more in ({}, {"remove_invalid_values": True})]
+    for output in generate(tiny_model("llama"), asked, config):
+        assert len(output.generated_tokens) >= 4 and first not in output.generated_tokens[:4]

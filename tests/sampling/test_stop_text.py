@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from legato import LLM, ContinuousBatchingConfig, InvalidValueError, SamplingParams, enable
+from legato.request import Request
 from legato.stop_text import StopText
 from tests.parity.families import tiny_model
 
@@ -58,6 +59,16 @@ def test_a_text_ends_at_its_first_match_and_no_part_of_one_is_ever_shown(
             assert not held or any(stop.startswith(held) for stop in stops), "held back for nothing"
 
 
+@pytest.mark.parametrize("last", ["a token that stops", "the last token there may be"])
+def test_what_was_held_back_is_in_the_answer_however_it_ends(last: str) -> None:
+    tokenizer = Letters(["ab", "\N{REPLACEMENT CHARACTER}", "c"])
+    stops = frozenset([2]) if last == "a token that stops" else frozenset()
+    watch = StopText(tokenizer, ["never"], False)
+    request = Request("r", [0], SamplingParams(), 3, stops, 0, True, 0.0, [0], stop_text=watch)
+    assert [request.take(token, 0.0)[0] for token in (0, 1, 2)] == [None, None, "stop" if stops else "length"]
+    assert watch.visible(at_end=True) == "ab\N{REPLACEMENT CHARACTER}c"
+
+
 def test_a_manager_without_a_tokenizer_refuses_them() -> None:
     manager = enable(tiny_model("llama")).init_continuous_batching(
         continuous_batching_config=ContinuousBatchingConfig(page_size=4)
@@ -83,5 +94,7 @@ def test_answers_of_a_real_model(smollm2: Any, smollm2_tokenizer: Any) -> None:
             assert "".join(llm.stream(prompt, params)) == output.text
         (never,) = llm.chat(prompt, SamplingParams(**greedy, stop=["no such text"]), use_tqdm=False)
         assert never.text == free.text and never.finish_reason == free.finish_reason
+        with pytest.raises(InvalidValueError, match="n=2 is not allowed: a stream is of one answer"):
+            llm.stream("a", SamplingParams(n=2))
         (whole,) = llm.chat(prompt, SamplingParams(**greedy, include_prompt=True), use_tqdm=False)
         assert whole.text.endswith(free.text) and "Count from one to ten" in whole.text

@@ -12,6 +12,7 @@ from legato.cache.block_manager import BlockTables
 from legato.engine.scheduler import ScheduledChunk
 from legato.engine.token_edits import EditsBatch
 from legato.filters import NAMES, Filters
+from legato.grammar import Grammar
 from legato.request import Request, TokenLogprobs
 from legato.sampling_params import SamplingParams
 
@@ -36,6 +37,19 @@ class ProcessedRow:
 
 
 @dataclass(frozen=True, slots=True)
+class AllowedTokens:
+    """Rows whose tokens are restricted.
+
+    Attributes:
+        rows: int64.
+        masks: waits for them, since they are made while the model runs: uint8 [rows, bytes], see `start_masks`.
+    """
+
+    rows: IntArray
+    masks: Callable[[], NDArray[np.uint8]]
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingBatch:
     """How each sampled row is sampled; row i belongs to the i-th entry of `Batch.logits_indices`.
 
@@ -48,6 +62,7 @@ class SamplingBatch:
         raw_logprobs: bool [rows]; whether they are those of the logits as the model gave them.
         edits: changes to single tokens' logits, or None.
         processed: rows with processors of their own.
+        allowed: rows whose tokens a grammar restricts, or None.
     """
 
     filters: Filters
@@ -57,6 +72,7 @@ class SamplingBatch:
     raw_logprobs: NDArray[np.bool_]
     edits: EditsBatch | None = None
     processed: tuple[ProcessedRow, ...] = ()
+    allowed: AllowedTokens | None = None
 
     @property
     def all_greedy(self) -> bool:
@@ -135,12 +151,15 @@ class StepResult:
 
 
 class _Sampled(NamedTuple):
-    """A row to be sampled: of which request, the row of the builder's arrays, and after which token of the pass."""
+    """A row to be sampled: of which request, the row of the builder's arrays, after which token
+    of the pass, and the seed and grammar, which are those of one of the request's samples.
+    """
 
     request: Request
     row: int
     token: int
     seed: int
+    grammar: Grammar | None
 
 
 class _Scored(NamedTuple):
@@ -158,6 +177,15 @@ def _scored(request: Request, start: int, end: int, first_token: int) -> list[_S
         _Scored(first_token + position - 1 - start, request.tokens[position], request.params.prompt_logprobs or 0)
         for position in range(first, first + request.num_scored(start, end))
     ]
+
+
+def _allowed(grammars: Sequence[tuple[int, Grammar | None]]) -> AllowedTokens | None:
+    """All of a batch's grammars have one compiler, the manager's."""
+    restricted = [(row, grammar) for row, grammar in grammars if grammar is not None]
+    if not restricted:
+        return None
+    masks = restricted[0][1].compiler.start_masks([grammar for _, grammar in restricted])
+    return AllowedTokens(np.array([row for row, _ in restricted], np.int64), masks)
 
 
 def _after_processors(params: SamplingParams) -> SamplingParams:
@@ -211,7 +239,10 @@ class BatchBuilder:
                 scored += _scored(request, start, end, num_tokens)
             num_tokens += count
             if request.samples(end):
-                sampled += [_Sampled(request, row, num_tokens - 1, one.seed) for one in (request, *request.children)]
+                sampled += [
+                    _Sampled(request, row, num_tokens - 1, one.seed, one.grammar)
+                    for one in (request, *request.children)
+                ]
             rows.append(row)
             starts.append(start)
             counts.append(count)
@@ -259,6 +290,7 @@ class BatchBuilder:
                 for i, one in enumerate(sampled)
                 if one.request.processors is not None
             ),
+            allowed=_allowed([(i, one.grammar) for i, one in enumerate(sampled)]),
         )
 
     def _add_row(self, request: Request) -> int:

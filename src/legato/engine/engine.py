@@ -153,7 +153,7 @@ class Engine:
     @property
     def num_waiting(self) -> int:
         """Requests submitted and not running, from any thread's view."""
-        return len(self._submitted) + len(self._scheduler.waiting)
+        return sum(1 + len(request.children) for request in (*self._submitted, *self._scheduler.waiting.values()))
 
     @property
     def has_work(self) -> bool:
@@ -200,13 +200,14 @@ class Engine:
 
     def _intake(self) -> list[GenerationOutput]:
         was_idle = not (self._scheduler.running or self._scheduler.waiting)
+        # Taken out first: a request is submitted before it is cancelled, so it is known when its turn comes.
+        cancelled = [self._cancelled.popleft() for _ in range(len(self._cancelled))]
         self._intake_submitted()
         # Looked at after the intake, so that nobody starts on what was there before a change.
         if self._weights_have_changed(was_idle):
             self._scheduler.forget_prefixes()
         outputs = []
-        while self._cancelled:
-            request = self._cancelled.popleft()
+        for request in cancelled:
             if request.status < RequestStatus.FINISHED:
                 self._scheduler.disown(request)
                 outputs.append(self._end(request, "cancelled", "cancelled by cancel_request"))
@@ -284,7 +285,6 @@ class Engine:
             elif request.num_computed_tokens == len(request.tokens):
                 outputs.append(self._end(request, "length"))
         self._stats.num_steps += 1
-        self._stats.num_generated_tokens += row - len(result.errors)
         self._stats.num_cached_tokens += plan.num_cached_tokens
         return outputs
 
@@ -317,16 +317,18 @@ class Engine:
         if row in result.errors:
             return [self._end(request, "error", result.errors[row])]
         token_id, logprobs = result.token_ids[row], result.logprobs[row]
-        request.tokens.append(token_id)
-        if request.num_computed_tokens:
-            request.status = RequestStatus.DECODING
         if logprobs is not None:
             request.logprobs.append(logprobs)
-        if request.timestamps is not None:
-            request.timestamps.append(now)
-        reason = request.reason_to_end(token_id)
+        if request.num_computed_tokens:
+            request.status = RequestStatus.DECODING
+        num_tokens = len(request.tokens)
+        try:
+            reason, error = request.take(token_id, now)
+        except Exception as failure:  # noqa: BLE001 - the tokenizer's, which follows texts and grammars
+            reason, error = "error", f"the tokenizer failed: {type(failure).__name__}: {failure}"
+        self._stats.num_generated_tokens += len(request.tokens) - num_tokens
         if reason is not None:
-            return [self._end(request, reason)]
+            return [self._end(request, reason, error)]
         return [request.output()] if request.streaming else []
 
     def _end(self, request: Request, reason: str, error: str | None = None) -> GenerationOutput:

@@ -60,7 +60,7 @@ class FusedRunner:
             self._make_anew()
 
     def run(self, batch: Batch) -> StepResult:
-        """One forward pass: writes K and V, returns a token for each row of `batch.logits_indices`."""
+        """One forward pass: writes K and V, returns what is wanted of the logits."""
         with torch.no_grad():
             with self._following():
                 self._fused.weights.refresh()

@@ -25,6 +25,7 @@ class _Asked:
         settings: by `GenerationConfig`'s names; those that ask for nothing are not in it.
         prompt: int64 [1, tokens].
         eos: end-of-sequence tokens, int64 [tokens], or None.
+        stops: those and the request's own stop tokens, or None.
         max_length: of prompt and answer.
         vocab_size: of the logits.
     """
@@ -32,6 +33,7 @@ class _Asked:
     settings: Mapping[str, Any]
     prompt: LongTensor
     eos: Tensor | None
+    stops: Tensor | None
     max_length: int
     vocab_size: int
 
@@ -92,7 +94,7 @@ _PROCESSORS: tuple[tuple[str, _Make], ...] = (
     (
         "min_new_tokens",
         lambda value, asked: (
-            asked.eos is not None and hf.MinNewTokensLengthLogitsProcessor(asked.prompt_length, value, asked.eos)
+            asked.stops is not None and hf.MinNewTokensLengthLogitsProcessor(asked.prompt_length, value, asked.stops)
         ),
     ),
     ("forced_bos_token_id", lambda value, asked: hf.ForcedBOSTokenLogitsProcessor(value)),
@@ -159,8 +161,12 @@ class RowProcessors:
         if params.presence_penalty or params.frequency_penalty:
             settings["occurrence_penalties"] = (params.presence_penalty, params.frequency_penalty)
         eos = torch.tensor(list(eos_token_ids)) if eos_token_ids else None
+        stop_ids = [*eos_token_ids, *(t for t in params.stop_token_ids if 0 <= t < vocab_size)]
+        stops = torch.tensor(stop_ids) if stop_ids else None
         prompt = _long([prompt_ids])
-        asked = _Asked({**settings, **params.processors}, prompt, eos, len(prompt_ids) + max_new_tokens, vocab_size)
+        asked = _Asked(
+            {**settings, **params.processors}, prompt, eos, stops, len(prompt_ids) + max_new_tokens, vocab_size
+        )
         made = [*_made(_PROCESSORS, asked), *params.logits_processors]
         made += _made(_WARPERS, asked) if params.temperature > 0 else []
         self._processors = LogitsProcessorList([*made, *_made(_LAST, asked)])

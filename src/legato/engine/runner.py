@@ -48,7 +48,7 @@ class ReferenceRunner:
         return hash(tuple((id(p), p.data_ptr(), 0 if p.is_inference() else p._version) for p in live))
 
     def weights_sample(self) -> int:
-        """A number made of a few values of every parameter, which no training step leaves all as they were."""
+        """A number made of a few values of every parameter and buffer, which no training step leaves all alike."""
         return sample_of_weights(self._model)
 
     def reread_weights(self) -> None:

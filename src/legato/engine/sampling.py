@@ -7,7 +7,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from legato.engine.batch import Batch, SamplingBatch, StepResult
+from legato.engine.batch import AllowedTokens, Batch, SamplingBatch, StepResult
 from legato.engine.token_edits import EditsBatch
 from legato.filters import Filters
 from legato.kernels.sampling import native_sampler
@@ -62,7 +62,18 @@ def process_logits(logits: Tensor, sampling: SamplingBatch) -> dict[int, str]:
             row.copy_(one.process(one.tokens, row.cpu()))
         except Exception as error:  # noqa: BLE001 - a caller's own code: whatever it raises, it must not harm the others
             errors[one.row] = f"a logits processor failed: {type(error).__name__}: {error}"
+    if sampling.allowed is not None:
+        _restrict(logits, sampling.allowed, errors)
     return errors
+
+
+def _restrict(logits: Tensor, allowed: AllowedTokens, errors: dict[int, str]) -> None:
+    """-inf for what a row's grammar does not allow."""
+    bits = np.unpackbits(allowed.masks(), axis=1, bitorder="little")[:, : logits.shape[1]]
+    for row, may_come in zip(allowed.rows.tolist(), bits, strict=True):
+        if not may_come.any():
+            errors[row] = "no token fits the grammar"
+        logits[row].masked_fill_(_on(may_come == 0, logits), -torch.inf)
 
 
 def _edit(logits: Tensor, edits: EditsBatch) -> None:
@@ -117,7 +128,7 @@ def draw_with_torch(
 
 
 def filtered_scores(logits: Tensor, filters: Filters) -> Tensor:
-    """Logits over temperature, the likeliest at 0, and -inf for what filters leave out; of greedy rows as they are."""
+    """Logits over temperature, the likeliest at 0, and -inf for what filters leave out; greedy rows have none."""
     greedy = filters.temperature == 0
     temperature = np.where(greedy, np.float32(1), filters.temperature)
     # Shifted so that the likeliest is 0: a tiny temperature would divide it to infinity.

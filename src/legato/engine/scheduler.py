@@ -255,9 +255,10 @@ class Scheduler:
             return True
         self._awaited.pop(request.request_id, None)
         self._hash_pages(request)
-        cached = self._blocks.find_prefix(request.page_hashes)
-        if cached < len(request.page_hashes) and self._blocks.is_promised(request.page_hashes[cached]):
-            self._awaited[request.request_id] = request.page_hashes[cached]
+        wanted = request.page_hashes if request.score_from is None else self._pages_to_find(request)
+        cached = self._blocks.find_prefix(wanted)
+        if cached < len(wanted) and self._blocks.is_promised(wanted[cached]):
+            self._awaited[request.request_id] = wanted[cached]
             return True
         return False
 
@@ -266,6 +267,14 @@ class Scheduler:
         if self._blocks.is_offloaded(request.request_id):
             return self._admit_offloaded(request, plan)
         return self._admit_new(request, plan)
+
+    def _pages_to_find(self, request: Request) -> list[bytes]:
+        """Always computed are the last token, and those before what is scored: their logits are what it is all for."""
+        known = len(request.tokens)
+        is_scored = request.next_scored < len(request.prompt_ids)
+        return request.page_hashes[
+            : (min(known, request.next_scored if is_scored else known) - 1) // self._blocks.page_size
+        ]
 
     def _within_rows(self, plan: StepPlan, request: Request, num_tokens: int) -> int:
         """As many of the request's next tokens as leave no more rows of logits than a pass has, perhaps none."""
@@ -277,9 +286,7 @@ class Scheduler:
 
     def _admit_new(self, request: Request, plan: StepPlan) -> int | None:
         blocks, known = self._blocks, len(request.tokens)
-        # Always computed are the last token and those before what is scored: their logits are what the request is for.
-        computed_from = min(known, request.next_scored if request.score_from is not None else known) - 1
-        found = blocks.find_prefix(request.page_hashes[: computed_from // blocks.page_size])
+        found = blocks.find_prefix(self._pages_to_find(request))
         room = self.limits.max_batch_tokens - plan.num_tokens
         for cached_pages, first in self._attempts(found, room):
             cached = cached_pages * blocks.page_size
@@ -299,6 +306,7 @@ class Scheduler:
     def _admit_offloaded(self, request: Request, plan: StepPlan) -> int | None:
         blocks, known, computed = self._blocks, len(request.tokens), request.num_computed_tokens
         num_tokens = min(known - computed, self.limits.max_batch_tokens - plan.num_tokens)
+        num_tokens = self._within_rows(plan, request, num_tokens)
         for num_shared, first in self._attempts(computed // blocks.page_size, num_tokens):
             copies = blocks.restore(request.request_id, known, computed + first, request.page_hashes[:num_shared])
             if copies is not None:

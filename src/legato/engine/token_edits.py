@@ -88,6 +88,8 @@ class TokenEdits:
         return [*self._forbidden, *endings, *stops] if endings or stops else self._forbidden
 
     def _count(self, token_id: int, generated: bool) -> None:
+        if not generated and self._params.repetition_penalty == 1:
+            return
         place = self._place.get(token_id)
         if place is None:
             place = self._add(token_id)

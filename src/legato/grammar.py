@@ -1,0 +1,147 @@
+"""Structured output: which tokens may come next, by a grammar. The grammar engine is llguidance."""
+
+import json
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from legato.errors import InvalidValueError, MissingExtraError
+from legato.sampling_params import STRUCTURED, SamplingParams
+
+MOST_KEPT = 256  # compiled grammars
+# Keywords that it does not know are refused, not passed over; whitespace that nobody needs would have no end at a high
+# temperature.
+_JSON_SETTINGS: Any = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": False}
+
+
+class GrammarCompiler:
+    """Grammars over one model's tokens. Any number of threads may use it.
+
+    Args:
+        tokenizer: a fast tokenizer of transformers.
+        vocab_size: of the logits.
+        eos_token_ids: tokens that may come where the grammar may end.
+
+    Raises:
+        MissingExtraError: llguidance is not installed.
+        InvalidValueError: the tokenizer is none that it knows.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        try:
+            import llguidance
+        except ModuleNotFoundError as error:
+            raise MissingExtraError("structured output needs llguidance: pip install 'legato[grammar]'") from error
+        self._engine = llguidance
+        try:
+            text = tokenizer.backend_tokenizer.to_str()
+            # Without an end token it would take id 0 for one: then nothing but the grammar itself ends an answer.
+            eos = list(eos_token_ids) or [vocab_size - 1]
+            self._tokens = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
+        except (AttributeError, ValueError) as error:
+            raise InvalidValueError(f"structured output cannot work with this model's tokenizer: {error}") from error
+        self._num_words = (vocab_size + 31) // 32
+        self._fill = llguidance.LLExecutor(1)
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="legato-grammar")
+        self._lock = threading.Lock()
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+
+    def grammar(self, params: SamplingParams) -> "Grammar":
+        """The grammar that a request asks for, at its start.
+
+        Raises:
+            InvalidValueError: it is none, or asks for what cannot be enforced; the message says what.
+        """
+        name, text = self._text(params)
+        with self._lock:
+            template = self._kept.get(text)
+            if template is None:
+                template = self._kept[text] = self._compiled(name, text)
+                if len(self._kept) > MOST_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(text)
+            return Grammar(self, template.deep_copy())
+
+    def start_masks(self, grammars: Sequence["Grammar"]) -> Callable[[], NDArray[np.uint8]]:
+        """Begin to find what may come next in each, beside whatever the caller does next.
+
+        Returns:
+            Waits for it: uint8 [grammars, bytes], bit i of a row, from the lowest, says whether token i may come.
+        """
+        masks = np.empty((len(grammars), self._num_words), np.int32)
+        matchers = [(grammar.matcher, row) for row, grammar in enumerate(grammars)]
+        done = self._worker.submit(
+            self._fill.unsafe_compute_mask_ptr, matchers, masks.ctypes.data, masks.shape[1] * 4, len(masks)
+        )
+
+        def wait() -> NDArray[np.uint8]:
+            done.result()
+            return masks.view(np.uint8)
+
+        return wait
+
+    def _text(self, params: SamplingParams) -> tuple[str, str]:
+        """The parameter that asks for a grammar, and the grammar in llguidance's own form."""
+        matcher = self._engine.LLMatcher
+        try:
+            if params.json_schema is not None:
+                schema = params.json_schema
+                schema = json.loads(schema) if isinstance(schema, str) else dict(schema)
+                return "json_schema", matcher.grammar_from_json_schema(schema, overrides=_JSON_SETTINGS)
+            if params.regex is not None:
+                return "regex", matcher.grammar_from_regex(params.regex)
+            if params.choice:
+                return "choice", matcher.grammar_from_regex("|".join(map(re.escape, params.choice)))
+            assert params.grammar is not None
+            if "::=" in params.grammar:
+                return "grammar", self._engine.grammar_from("gbnf", params.grammar)
+            return "grammar", matcher.grammar_from_lark(params.grammar)
+        except (ValueError, TypeError, RecursionError) as error:
+            name = next(n for n in STRUCTURED if getattr(params, n))
+            raise InvalidValueError(f"{name} cannot be used: {error}") from error
+
+    def _compiled(self, name: str, text: str) -> Any:
+        matcher = self._engine.LLMatcher(self._tokens, text, log_level=0)
+        if matcher.is_error():
+            raise InvalidValueError(f"{name} cannot be used: {matcher.get_error()}")
+        return matcher
+
+
+class Grammar:
+    """Where one request's answer stands in its grammar.
+
+    Args:
+        compiler: that made it.
+        matcher: llguidance's.
+    """
+
+    def __init__(self, compiler: GrammarCompiler, matcher: Any) -> None:
+        self.compiler, self.matcher = compiler, matcher
+
+    def copy(self) -> "Grammar":
+        """Another answer that stands there."""
+        return Grammar(self.compiler, self.matcher.deep_copy())
+
+    def accept(self, token_id: int) -> str | None:
+        """Go on by a token. Returns what is wrong with it, if anything."""
+        if self.matcher.consume_token(token_id):
+            return None
+        return f"token {token_id} does not fit the grammar: {self.matcher.get_error()}"
+
+    def forced(self) -> list[int]:
+        """The tokens that must come next; the grammar goes on by them."""
+        tokens: list[int] = self.matcher.compute_ff_tokens()
+        if tokens:
+            self.matcher.consume_tokens(tokens)
+        return tokens
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether nothing can come any more."""
+        return bool(self.matcher.is_stopped())

@@ -1,0 +1,203 @@
+"""Structured output: whatever the temperature, what is complete follows its grammar."""
+
+import json
+import re
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from legato import (
+    LLM,
+    ContinuousBatchingConfig,
+    GenerationOutput,
+    InvalidValueError,
+    RequestStatus,
+    SamplingParams,
+    enable,
+)
+from tests.parity.families import tiny_model
+
+PROMPT = "Describe a cat as data:\n"
+HOT = {"temperature": 1.5, "top_k": 0}
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "kind": {"enum": ["cat", "dog"]},
+        "age": {"type": "integer", "minimum": 0, "maximum": 30},
+        "friends": {"type": "array", "items": {"$ref": "#/$defs/friend"}, "maxItems": 2},
+    },
+    "required": ["name", "kind"],
+    "additionalProperties": False,
+    "$defs": {"friend": {"type": "object", "properties": {"id": {"type": "string", "pattern": "^[a-f0-9]{4}$"}},
+                         "required": ["id"], "additionalProperties": False}},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["fused", "reference"])
+def llm(request: pytest.FixtureRequest, smollm2: Any, smollm2_tokenizer: Any) -> Any:
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=400, fused_decoder=request.param, seed=0)
+    with LLM(smollm2, smollm2_tokenizer, config) as llm:
+        yield llm
+
+
+def generate(llm: LLM, params: list[SamplingParams]) -> list[GenerationOutput]:
+    return llm.generate([PROMPT] * len(params), params, use_tqdm=False)
+
+
+@pytest.mark.slow
+def test_every_kind_of_grammar_in_one_batch(llm: LLM) -> None:
+    kinds: list[dict[str, Any]] = [
+        {"json_schema": PERSON},
+        {"json_schema": json.dumps(PERSON), "logprobs": 1},
+        {"regex": r"[0-9]{3}-[a-f]{4}"},
+        {"choice": ["yes", "no", "perhaps (or not)"]},
+        {"grammar": 'start: NUM ("+" NUM)~1..3\nNUM: /[0-9]{1,3}/\n'},
+        {"grammar": 'root ::= "<" [a-z]+ ">"\n'},
+        {},
+    ]
+    outputs = generate(llm, [SamplingParams(**HOT, max_tokens=150, **kind) for kind in kinds for _ in range(4)])
+    checks = [
+        lambda text: jsonschema.validate(json.loads(text), PERSON),
+        lambda text: jsonschema.validate(json.loads(text), PERSON),
+        lambda text: re.fullmatch(r"[0-9]{3}-[a-f]{4}", text),
+        lambda text: text in ("yes", "no", "perhaps (or not)"),
+        lambda text: re.fullmatch(r"[0-9]{1,3}(\+[0-9]{1,3}){1,3}", text),
+        lambda text: re.fullmatch("<[a-z]+>", text),
+    ]
+    for i, output in enumerate(outputs[:-4]):
+        assert output.status is RequestStatus.FINISHED, output.error
+        if output.finish_reason == "stop":
+            found = checks[i // 4](output.text)  # of JSON: raises, or None
+            assert i // 4 < 2 or found, (kinds[i // 4], output.text)
+        else:
+            assert output.finish_reason == "length" and len(output.generated_tokens) == 150
+    finished = [output.finish_reason == "stop" for output in outputs[:-4]]
+    assert sum(finished) >= len(finished) - 4
+    assert all(len(output.logprobs) == len(output.generated_tokens) for output in outputs[4:8])
+
+
+@pytest.mark.slow
+def test_what_is_forced_is_not_sampled_and_changes_nothing(llm: LLM) -> None:
+    params = SamplingParams(**HOT, json_schema=PERSON, max_tokens=150, seed=7)
+    before = llm.manager.stats
+    (jumping,) = generate(llm, [params])
+    after = llm.manager.stats
+    assert after.num_generated_tokens - before.num_generated_tokens == len(jumping.generated_tokens)
+    assert after.num_steps - before.num_steps < len(jumping.generated_tokens), "nothing was forced"
+    many = generate(llm, [SamplingParams(**HOT, json_schema=PERSON, max_tokens=150, seed=7, n=4)])
+    assert many[0].generated_tokens == jumping.generated_tokens
+    for output in many:
+        if output.finish_reason == "stop":
+            jsonschema.validate(json.loads(output.text), PERSON)
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"json_schema": {"type": "array", "uniqueItems": True}}, "uniqueItems"),
+    ({"json_schema": {"type": "nonsense"}}, "nonsense"),
+    ({"json_schema": "{"}, "json_schema"),
+    ({"json_schema": {"not": {}}}, "not"),
+    ({"regex": "(["}, "regex"),
+    ({"regex": r"(a)\1"}, "regex"),
+    ({"grammar": "start: undefined"}, "grammar"),
+    ({"grammar": "root ::= [0-9"}, "grammar"),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("wrong", "reason"), BAD, ids=str)
+def test_bad_grammars_fail_at_submission_with_the_reason(llm: LLM, wrong: dict[str, Any], reason: str) -> None:
+    with pytest.raises(InvalidValueError, match=reason):
+        llm.manager.add_request([1, 2, 3], **wrong)
+
+
+def test_one_grammar_at_a_time_and_never_without_a_tokenizer() -> None:
+    with pytest.raises(InvalidValueError, match="json_schema and regex are not allowed together"):
+        SamplingParams(json_schema={}, regex="a")
+
+    manager = enable(tiny_model("llama")).init_continuous_batching(
+        continuous_batching_config=ContinuousBatchingConfig(page_size=4)
+    )
+    with pytest.raises(InvalidValueError, match="structured output needs the model's tokenizer"):
+        manager.add_request([1, 2], regex="a")
+
+
+# Random schemas
+
+names = st.sampled_from(["a", "b", "long name", "ä", "x_1"])
+whole = st.integers(-5, 5)
+patterns = st.sampled_from(["^[a-c]{2,4}$", "^(yes|no)$", "^[0-9]+-[0-9]$"])
+values = st.lists(st.sampled_from(["x", 1, None, "two words", True]), min_size=1, unique_by=str)
+leaves = st.one_of(
+    st.just({"type": "boolean"}),
+    st.just({"type": "null"}),
+    st.builds(lambda low, size: {"type": "integer", "minimum": low, "maximum": low + size}, whole, st.integers(0, 99)),
+    st.builds(lambda low: {"type": "number", "minimum": low, "maximum": low + 1}, whole),
+    st.builds(lambda most: {"type": "string", "maxLength": most}, st.integers(0, 8)),
+    st.builds(lambda pattern: {"type": "string", "pattern": pattern}, patterns),
+    st.builds(lambda some: {"enum": some}, values),
+    st.just({"const": "only"}),
+    st.just({"$ref": "#/$defs/leaf"}),
+)
+LEAF = {
+    "type": "object",
+    "properties": {"v": {"type": "integer", "maximum": 9, "minimum": 0}},
+    "required": ["v"],
+    "additionalProperties": False,
+}
+
+
+def nested(inner: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
+    objects = st.builds(
+        lambda properties, count: {
+            "type": "object",
+            "properties": properties,
+            "required": list(properties)[:count],
+            "additionalProperties": False,
+        },
+        st.dictionaries(names, inner, max_size=3),
+        st.integers(0, 3),
+    )
+    arrays = st.builds(
+        lambda items, low, more: {"type": "array", "items": items, "minItems": low, "maxItems": low + more},
+        inner,
+        st.integers(0, 2),
+        st.integers(0, 2),
+    )
+    unions = st.builds(lambda options: {"anyOf": options}, st.lists(inner, min_size=1, max_size=3))
+    return st.one_of(objects, arrays, unions)
+
+
+schemas = st.recursive(leaves, nested, max_leaves=6).map(lambda schema: {**schema, "$defs": {"leaf": LEAF}})
+
+
+def two_hundred() -> list[dict[str, Any]]:
+    collected: list[dict[str, Any]] = []
+
+    @settings(max_examples=200, deadline=None, derandomize=True, database=None, phases=[Phase.generate])
+    @given(schemas)
+    def collect(schema: dict[str, Any]) -> None:
+        collected.append(schema)
+
+    collect()
+    return collected
+
+
+@pytest.mark.slow
+def test_two_hundred_random_schemas(llm: LLM) -> None:
+    some = two_hundred()
+    assert len({json.dumps(schema) for schema in some}) > 150
+    asked = [SamplingParams(**HOT, json_schema=schema, max_tokens=60, seed=i) for i, schema in enumerate(some)]
+    outputs = generate(llm, asked)
+    completed = 0
+    for schema, output in zip(some, outputs, strict=True):
+        assert output.status is RequestStatus.FINISHED, (schema, output.error)
+        assert output.finish_reason in ("stop", "length")
+        if output.finish_reason == "stop":
+            jsonschema.validate(json.loads(output.text), schema)
+            completed += 1
+    assert completed >= 150
