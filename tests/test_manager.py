@@ -1,6 +1,7 @@
 """Each row of SPEC's manager table, from one thread and from several at once."""
 
 import asyncio
+import gc
 import random
 import threading
 import time
@@ -26,7 +27,10 @@ from legato import (
     WorkloadHints,
     enable,
 )
+from legato.cache.kv import KVCache
 from legato.decoder.decoder import Decoder
+from legato.decoder.weights import Weights
+from legato.kernels.packing import PackedMatrix
 from legato.request import RequestSpec
 from tests.parity.reference import reference
 from tests.tiny import tiny_llama
@@ -912,3 +916,28 @@ def test_random_lives_end_with_nothing_left(model: Any) -> None:
         assert_nothing_leaked(manager)
         manager.destroy()
     assert not engine_threads()
+
+
+@pytest.mark.parametrize("fused_decoder", [True, False])
+def test_what_a_manager_took_goes_with_it(fused_decoder: bool) -> None:
+    """At once, not when a collector comes by: caches and packed weights are gigabytes in a few objects."""
+    model, config = tiny_llama(), ContinuousBatchingConfig(page_size=16, num_blocks=64, fused_decoder=fused_decoder)
+
+    def count() -> int:
+        return sum(type(one) in (Weights, PackedMatrix, Decoder, KVCache) for one in gc.get_objects())
+
+    gc.collect()
+    before = count()
+    gc.disable()
+    try:
+        manager = model.init_continuous_batching(GenerationConfig(max_new_tokens=8, eos_token_id=-1), config)
+        with manager.session():
+            manager.add_requests([[1, 2, 3], [4, 5], [6]], temperature=1.0)
+            during = count()
+            outputs = list(manager)
+        manager.destroy()
+        del manager
+        assert len(outputs) == 3 and during > before
+        assert count() == before
+    finally:
+        gc.enable()

@@ -195,7 +195,8 @@ class Weights:
         return ExpertsWeights(spec, router, tuple(self._mlp(expert) for expert in spec.experts))
 
     def _matrix(self, spec: MatrixSpec, gated: bool = False) -> Piece:
-        packed: Any = None
+        # Not `self`, which holds the pieces: a ring of references would keep all weights until a collector comes by.
+        kernels, quantization, packed = self._kernels, self._quantization, None
 
         def pack(*parts: Tensor) -> Any:
             nonlocal packed
@@ -203,7 +204,7 @@ class Weights:
             if spec.expert is not None:
                 weights = tuple(weight[spec.expert] for weight in weights)
             bias = _stacked(biases) if biases else None
-            packed = self._kernels.pack(_stacked(weights), bias, self._quantization, gated, into=packed)
+            packed = kernels.pack(_stacked(weights), bias, quantization, gated, into=packed)
             return packed
 
         return self._piece((*spec.weights, *spec.biases), pack)
