@@ -15,6 +15,7 @@ DEFAULT_BATCH_TOKENS = 8192
 DEFAULT_REQUESTS_PER_BATCH = 1024
 KV_CACHE_DTYPES = ("float32", "bfloat16")
 QUANTIZATIONS = ("int8",)
+SPECULATIVE = ("ngram",)
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,10 @@ class ContinuousBatchingConfig:
             else the model's own, which then is the only choice.
         quantization: "int8": the fused decoder keeps weights as whole numbers of 8 bits, a scale for each output, the
             head included; activations may be rounded to 16 bits, a scale for each token. None: weights as they are.
+        speculative: "ngram": guess how answers go on from what their own prompts and answers say, several tokens ahead,
+            and keep what turns out right: tokens stay those of one at a time, and come faster where much is copied and
+            few requests run. Requests with penalties, grammars or processors do without. None: no guesses.
+        num_speculative_tokens: tokens of a guess at most.
         auto_switch_to_flash: run a model loaded as eager or sdpa on FlashAttention where it is to be had.
         seed: sampling seed of requests that bring none.
         max_queue_size: waiting requests accepted; 0: no limit.
@@ -105,6 +110,8 @@ class ContinuousBatchingConfig:
     fused_decoder: bool | None = None
     kv_cache_dtype: str | None = None
     quantization: Literal["int8"] | None = None
+    speculative: Literal["ngram"] | None = None
+    num_speculative_tokens: int = 12
     auto_switch_to_flash: bool = True
     seed: int | None = None
     max_queue_size: int = 0
@@ -127,6 +134,7 @@ class ContinuousBatchingConfig:
         check_int("q_padding_interval_size", self.q_padding_interval_size, 0)
         check_int("kv_padding_interval_size", self.kv_padding_interval_size, 0)
         check_int("max_queue_size", self.max_queue_size, 0)
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 1)
         check_int("seed", self.seed, 0, optional=True)
         check_number("max_memory_percent", self.max_memory_percent, 0, 1, above=True, optional=True)
         check_number("safety_margin", self.safety_margin, 0, 1, optional=True)
@@ -151,6 +159,8 @@ class ContinuousBatchingConfig:
             raise refuse("kv_cache_dtype", self.kv_cache_dtype, f"one of {', '.join(KV_CACHE_DTYPES)}, or None")
         if self.quantization is not None and self.quantization not in QUANTIZATIONS:
             raise refuse("quantization", self.quantization, f"one of {', '.join(QUANTIZATIONS)}, or None")
+        if self.speculative is not None and self.speculative not in SPECULATIVE:
+            raise refuse("speculative", self.speculative, f"one of {', '.join(SPECULATIVE)}, or None")
         graph: Any = self.use_cuda_graph
         pair = isinstance(graph, tuple | list) and len(graph) == 2 and all(isinstance(g, bool) for g in graph)
         if not (graph is None or isinstance(graph, bool) or pair):

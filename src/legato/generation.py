@@ -10,6 +10,7 @@ from typing import Any
 from transformers import GenerationConfig
 
 from legato.checks import check_bool, check_int, optional_token_ids, refuse, token_ids
+from legato.drafting import PromptLookup
 from legato.engine.processors import RowProcessors
 from legato.engine.token_edits import TokenEdits
 from legato.errors import InvalidValueError
@@ -127,6 +128,7 @@ class RequestFactory:
         seed: of the seeds of requests that bring none; None: at random.
         return_logprobs: give every request's tokens their log-probabilities.
         tokenizer: for texts that stop and for grammars; None: they are refused.
+        num_draft_tokens: tokens guessed ahead at most, where a request allows it.
     """
 
     def __init__(
@@ -137,6 +139,7 @@ class RequestFactory:
         seed: int | None,
         return_logprobs: bool = False,
         tokenizer: Any = None,
+        num_draft_tokens: int = 0,
     ) -> None:
         self._vocab_size = vocab_size
         self._max_length = max_length
@@ -144,6 +147,7 @@ class RequestFactory:
         self._random = random.Random(seed)
         self._return_logprobs = return_logprobs
         self._tokenizer = tokenizer
+        self._num_draft_tokens = num_draft_tokens
         self._compiler: GrammarCompiler | None = None  # takes seconds to make for a large vocabulary
         self._making = threading.Lock()
 
@@ -161,6 +165,8 @@ class RequestFactory:
         prompt = self._prompt(spec.input_ids, is_answered=spec.score_from is None)
         params = _sampling(defaults, spec.sampling)
         self._check_token_ids(params)
+        if params.best_of is not None:
+            raise InvalidValueError(f"best_of={params.best_of} needs all samples at once: use LLM, or n and choose")
         eos = spec.eos_token_id
         eos_token_ids = () if params.ignore_eos else defaults.eos_token_ids if eos is None else _eos(eos)
         if spec.score_from is None:
@@ -172,6 +178,8 @@ class RequestFactory:
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
 
         def sample(number: int) -> Request:
+            changes = _logits_changes(params, prompt, eos_token_ids, max_new_tokens, self._vocab_size)
+            guesses = self._num_draft_tokens and grammar is None and not any(changes.values())
             return Request(
                 request_id=request_id if number == 0 else f"{request_id}:{number}",
                 prompt_ids=prompt,
@@ -188,7 +196,8 @@ class RequestFactory:
                 stop_text=self._stop_text(params),
                 grammar=None if grammar is None else grammar.copy(),
                 timestamps=[] if spec.record_timestamps else None,
-                **_logits_changes(params, prompt, eos_token_ids, max_new_tokens, self._vocab_size),
+                drafter=PromptLookup(self._num_draft_tokens) if guesses else None,
+                **changes,
             )
 
         grammar = self._grammar(params, defaults.eos_token_ids) if max_new_tokens else None

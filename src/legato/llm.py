@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import TracebackType
 from typing import Any
 
+from legato.best_of import all_samples, best_samples
 from legato.config import ContinuousBatchingConfig
 from legato.errors import InvalidValueError, ManagerStateError
 from legato.manager import ContinuousBatchingManager
@@ -108,10 +109,11 @@ class LLM:
         """
         is_chat = not isinstance(prompt, str) and len(prompt) > 0 and isinstance(prompt[0], dict)
         input_ids = encode_chat(self.tokenizer, prompt) if is_chat else self._encode(prompt)  # type: ignore[arg-type]
-        if sampling_params is not None and sampling_params.n > 1:
-            raise InvalidValueError(f"n={sampling_params.n} is not allowed: a stream is of one answer")
+        if sampling_params is not None and max(sampling_params.n, sampling_params.best_of or 1) > 1:
+            given = f"n={sampling_params.n}, best_of={sampling_params.best_of}"
+            raise InvalidValueError(f"{given} is not allowed: a stream is of one answer")
         spec = self._spec(input_ids, sampling_params, streaming=True)
-        return self._stream(replace(spec, sampling={**spec.sampling, "n": 1}))
+        return self._stream(replace(spec, sampling={**spec.sampling, "n": 1, "best_of": None}))
 
     def score(
         self,
@@ -179,8 +181,9 @@ class LLM:
         each = list(params) if isinstance(params, Sequence) else [params] * len(inputs)
         if len(each) != len(inputs):
             raise InvalidValueError(f"sampling_params has {len(each)} entries for {len(inputs)} prompts")
-        specs = [self._spec(ids, p) for ids, p in zip(inputs, each, strict=True)]
+        specs = [self._spec(ids, None if p is None else all_samples(p)) for ids, p in zip(inputs, each, strict=True)]
         outputs = completed_in_order(self.manager, specs, show_progress)
+        outputs = [s if p is None else best_samples(s, p) for s, p in zip(outputs, each, strict=True)]
         for samples, p in zip(outputs, each, strict=True):
             for output in samples:
                 output.text = self._text(output, p)

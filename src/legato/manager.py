@@ -64,6 +64,7 @@ class ContinuousBatchingManager:
             self.config.seed,
             self.config.return_logprobs,
             tokenizer,
+            0 if self.config.speculative is None else self.config.num_speculative_tokens,
         )
         self._router = OutputRouter()
         self._thread = EngineThread(engine, self._router, self.config.max_queue_size)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
+from legato.drafting import PromptLookup
 from legato.engine.token_edits import TokenEdits
 from legato.grammar import Grammar
 from legato.sampling_params import SamplingParams
@@ -120,6 +121,7 @@ class Request:
         grammar: where its answer stands in the grammar it must follow, or None.
         edits: what its own tokens do to its logits, or None.
         processors: its own logits processors, see `batch.ProcessedRow`, or None.
+        drafter: guesses how it goes on, or None.
         children: further samples of the prompt, not begun; they go on from the prompt once it is computed.
         prefix_root: where the chain of `page_hashes` begins; empty until it is asked for.
         page_hashes: of the leading complete pages of `tokens`, as far as they have been asked for.
@@ -146,6 +148,7 @@ class Request:
     grammar: Grammar | None = None
     edits: TokenEdits | None = None
     processors: Callable[[Sequence[int], Any], Any] | None = None
+    drafter: PromptLookup | None = None
     children: list["Request"] = field(default_factory=list)
     prefix_root: bytes = b""
     page_hashes: list[bytes] = field(default_factory=list)
@@ -161,6 +164,11 @@ class Request:
     @property
     def num_generated_tokens(self) -> int:
         return len(self.tokens) - len(self.prompt_ids)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """New tokens it may still get."""
+        return self.max_new_tokens - self.num_generated_tokens
 
     @property
     def next_scored(self) -> int:

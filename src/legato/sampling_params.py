@@ -65,6 +65,8 @@ class SamplingParams:
         logprobs_mode: "processed": under the distribution the token was drawn from, after penalties, temperature and
             filters; "raw": under the model's own logits.
         n: samples of the prompt, which is computed once; each is an output of its own.
+        best_of: samples made, of which the `n` are returned whose tokens are likeliest on average, best first; needs
+            all of them to be done, so `LLM`. None: all that are made.
         json_schema: the answer is JSON that this schema, a dict or text, allows; what cannot be enforced is refused.
         regex: the answer matches it, all of it.
         choice: the answer is one of these texts.
@@ -101,6 +103,7 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     logprobs_mode: Literal["processed", "raw"] = "processed"
     n: int = 1
+    best_of: int | None = None
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     choice: Sequence[str] = ()
@@ -138,6 +141,7 @@ class SamplingParams:
         check_int("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
         check_int("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS, optional=True)
         check_int("n", self.n, 1, MAX_SAMPLES)
+        check_int("best_of", self.best_of, self.n, MAX_SAMPLES, optional=True)
         if self.logprobs_mode not in ("processed", "raw"):
             raise refuse("logprobs_mode", self.logprobs_mode, '"processed" or "raw"')
         check_int("seed", self.seed, 0, MAX_SEED, optional=True)

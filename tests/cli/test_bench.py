@@ -286,6 +286,22 @@ def test_a_roofline_for_people(bench: Run, workload: Callable[[Any], Path]) -> N
     assert_refused(bench("roofline", "--workload", workload({"name": "x"})), "workload")
 
 
+def test_sampling_compares_two_ways_to_run_the_same_prompts(bench: Run, workload: Callable[[Any], Path]) -> None:
+    path = workload({"name": "x", "requests": [{**one, "max_new_tokens": 20} for one in REQUESTS]})
+    what = [word for name in ("settings", "samples", "guesses") for word in ("--what", name)]
+    settings, samples, guesses = lines_of(bench("sampling", "--workload", path, *what, "--rounds", 2))
+    assert settings["plain"]["tokens"] == settings["other"]["tokens"] == 64 * len(REQUESTS)
+    assert settings["plain"]["steps"] == settings["other"]["steps"]
+    prompt_tokens = sum(len(one["prompt_ids"]) for one in REQUESTS)
+    assert samples["other"]["prompt_tokens"] == prompt_tokens < samples["plain"]["prompt_tokens"]
+    assert samples["other"]["tokens"] == 16 * 64 * len(REQUESTS)
+    assert guesses["other"]["tokens"] == 20 * len(REQUESTS) == guesses["plain"]["tokens"]
+    assert guesses["other"]["steps"] < guesses["plain"]["steps"]  # tiny models repeat themselves
+    for one in (settings, samples, guesses):
+        assert one["seconds"]["low"] <= one["seconds"]["median"] <= one["seconds"]["high"]
+    assert_refused(bench("sampling", "--workload", path, "--what", "nothing"), "nothing", "settings, grammar")
+
+
 def test_steps_print_a_cost_model_that_simulate_takes(bench: Run, tmp_path: Path) -> None:
     [result] = lines_of(bench("steps"))
     assert result["steps"] > 50

@@ -4,7 +4,15 @@ from typing import Any
 
 import pytest
 
-from legato import ContinuousBatchingConfig, GenerationConfig, RequestStatus, enable
+from legato import (
+    LLM,
+    ContinuousBatchingConfig,
+    GenerationConfig,
+    InvalidValueError,
+    RequestStatus,
+    SamplingParams,
+    enable,
+)
 from tests.parity.families import tiny_model
 from tests.parity.reference import reference
 
@@ -94,6 +102,24 @@ def test_generate_batch_returns_all_sequences_in_order() -> None:
     assert [len(output.prompt_ids) for output in outputs.values()] == [len(PROMPT)] * 11 + [3] * 11
     parents = [request_id for request_id in outputs if ":" not in request_id]
     assert list(outputs) == [f"{p}{suffix}" for p in parents for suffix in ("", *(f":{i}" for i in range(1, 11)))]
+
+
+def test_the_best_of_many_are_those_with_the_likeliest_tokens(smollm2: Any, smollm2_tokenizer: Any) -> None:
+    sampling = {"temperature": 1.2, "max_tokens": 12, "seed": 4}
+    with LLM(smollm2, smollm2_tokenizer) as llm:
+        every = llm.generate(["The sea is"], SamplingParams(**sampling, n=6, logprobs=0), use_tqdm=False)
+        best = llm.generate(["The sea is"] * 2, SamplingParams(**sampling, n=2, best_of=6), use_tqdm=False)
+        first = llm.generate("The sea is", SamplingParams(**sampling, best_of=6, logprobs=2), use_tqdm=False)
+        with pytest.raises(InvalidValueError, match="best_of=6"):
+            llm.manager.add_request([1, 2], best_of=6)
+        with pytest.raises(InvalidValueError, match="best_of=6"):
+            llm.stream("a", SamplingParams(best_of=6))
+    every.sort(key=lambda one: -sum(one.logprobs) / len(one.logprobs))
+    assert [one.text for one in best] == [one.text for one in every[:2]] * 2
+    assert all(one.logprobs == [] for one in best)
+    assert [one.text for one in first] == [every[0].text] and first[0].logprobs == every[0].logprobs
+    with pytest.raises(InvalidValueError, match="best_of"):
+        SamplingParams(n=3, best_of=2)
 
 
 @pytest.mark.parametrize("which", ["parent", "child"])

@@ -94,7 +94,7 @@ def test_answers_of_a_real_model(smollm2: Any, smollm2_tokenizer: Any) -> None:
             assert "".join(llm.stream(prompt, params)) == output.text
         (never,) = llm.chat(prompt, SamplingParams(**greedy, stop=["no such text"]), use_tqdm=False)
         assert never.text == free.text and never.finish_reason == free.finish_reason
-        with pytest.raises(InvalidValueError, match="n=2 is not allowed: a stream is of one answer"):
+        with pytest.raises(InvalidValueError, match=r"n=2, .*: a stream is of one answer"):
             llm.stream("a", SamplingParams(n=2))
         (whole,) = llm.chat(prompt, SamplingParams(**greedy, include_prompt=True), use_tqdm=False)
         assert whole.text.endswith(free.text) and "Count from one to ten" in whole.text

@@ -246,3 +246,42 @@ def pool(
     from legato.bench.pool import measure_pool
 
     print(json.dumps(measure_pool(blocks)))
+
+
+@bench.command()
+def sampling(
+    model: Model,
+    workload: Workload,
+    what: Annotated[
+        list[str] | None,
+        typer.Option(help="settings, grammar, samples or guesses; may be given several times. [default: all]"),
+    ] = None,
+    dtype: Dtype = "float32",
+    page_size: PageSize = 32,
+    max_batch_tokens: MaxBatchTokens = 1024,
+    quantization: Quantization = None,
+    kv_cache_dtype: KVCacheDtype = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Times that both ways are run, in turns.")] = 5,
+) -> None:
+    """What sampling costs and what it saves, on a workload's prompts: each against the plain way, in turns.
+
+    \b
+        settings    64 requests with different sampling settings, against 64 greedy ones
+        grammar     64 requests whose answers follow a JSON schema, against free text
+        samples     8 prompts with 16 samples each, against 16 requests for each prompt
+        guesses     speculative="ngram", against a token at a time; one request after the other
+
+    One JSON line each: seconds, steps, new tokens and prompt tokens computed, both ways, and by what factor the other
+    way has more seconds, seconds a step and tokens a second: median, low and high of the rounds. Answers are of 64
+    tokens, those of "guesses" as long as the workload says; end of sequence is ignored.
+    """
+    from legato.bench.sampling import COMPARISONS, measure_sampling
+    from legato.bench.settings import EngineSettings
+    from legato.bench.workload import read_workload
+    from legato.cli.terminal import quiet_libraries_when_piped
+
+    quiet_libraries_when_piped()
+    settings = EngineSettings(dtype, page_size, max_batch_tokens, quantization, kv_cache_dtype)
+    content = read_workload(workload)
+    for figures in measure_sampling(model, content, what or list(COMPARISONS), settings, rounds):
+        print(json.dumps(figures), flush=True)

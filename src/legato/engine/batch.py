@@ -151,13 +151,14 @@ class StepResult:
 
 
 class _Sampled(NamedTuple):
-    """A row to be sampled: of which request, the row of the builder's arrays, after which token
-    of the pass, and the seed and grammar, which are those of one of the request's samples.
+    """A row to be sampled: of which request, the row of the builder's arrays, after which token of the pass, as which
+    of the new tokens, and the seed and grammar, which are those of one of the request's samples.
     """
 
     request: Request
     row: int
     token: int
+    position: int
     seed: int
     grammar: Grammar | None
 
@@ -235,17 +236,24 @@ class BatchBuilder:
                 input_ids.append(request.tokens[start])
             else:
                 input_ids += request.tokens[start:end]
+            input_ids += chunk.drafts
             if request.score_from is not None:
                 scored += _scored(request, start, end, num_tokens)
             num_tokens += count
             if request.samples(end):
+                position = request.num_generated_tokens
                 sampled += [
-                    _Sampled(request, row, num_tokens - 1, one.seed, one.grammar)
+                    _Sampled(request, row, num_tokens - 1, position, one.seed, one.grammar)
                     for one in (request, *request.children)
                 ]
+                sampled += [
+                    _Sampled(request, row, num_tokens - 1 + i, position + i, request.seed, None)
+                    for i in range(1, len(chunk.drafts) + 1)
+                ]
+            num_tokens += len(chunk.drafts)
             rows.append(row)
             starts.append(start)
-            counts.append(count)
+            counts.append(count + len(chunk.drafts))
         return self._assemble(np.array(rows), np.array(input_ids), np.array(starts), np.array(counts), sampled, scored)
 
     def _assemble(
@@ -281,7 +289,7 @@ class BatchBuilder:
         return SamplingBatch(
             filters=self._filters[rows],
             seed=np.array([one.seed for one in sampled], np.uint64),
-            position=np.array([one.request.num_generated_tokens for one in sampled], np.int64),
+            position=np.array([one.position for one in sampled], np.int64),
             num_logprobs=self._num_logprobs[rows],
             raw_logprobs=self._raw_logprobs[rows],
             edits=EditsBatch.of([i for i, _ in edited], changes) if edited else None,

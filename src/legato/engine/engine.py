@@ -61,6 +61,7 @@ class EngineStats:
         num_prompt_tokens: tokens read so far before a request went on generating: its prompt, after a reset all it had.
         num_cached_tokens: prompt tokens found in the cache instead so far.
         num_recomputed_tokens: tokens computed again after a soft reset so far.
+        num_draft_tokens, num_accepted_tokens: tokens guessed so far, and those of them that were right.
         num_finished: requests that ended, well or not.
         num_resets: soft resets so far.
         num_offloads: times a request's blocks went to the host so far.
@@ -78,6 +79,8 @@ class EngineStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_recomputed_tokens: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     num_finished: int = 0
     num_resets: int = 0
     num_offloads: int = 0
@@ -277,7 +280,10 @@ class Engine:
             request, start = chunk.request, chunk.request.num_computed_tokens
             request.prompt_logprobs += islice(scores, request.num_scored(start, start + chunk.num_tokens))
             self._advance(chunk)
-            if request.samples(request.num_computed_tokens):
+            if chunk.drafts:
+                outputs += self._take_drafted(chunk, result, row, now)
+                row += 1 + len(chunk.drafts)
+            elif request.samples(request.num_computed_tokens):
                 family = [request, *self._fork(request)]  # before the first may end and give its blocks back
                 for one in family:
                     outputs += self._take_token(one, result, row, now)
@@ -311,6 +317,23 @@ class Engine:
             notes.prefilled[request.request_id] = chunk.num_tokens
         elif notes.observer is not None:
             notes.decoded.append(request.request_id)
+
+    def _take_drafted(self, chunk: ScheduledChunk, result: StepResult, row: int, now: float) -> list[GenerationOutput]:
+        """The tokens of a chunk with drafts: as long as a row drew the draft, the next row's token is right too."""
+        request, drafts, num_accepted = chunk.request, chunk.drafts, 0
+        outputs = self._take_token(request, result, row, now)
+        while num_accepted < len(drafts) and request.tokens[-1] == drafts[num_accepted]:
+            num_accepted += 1
+            if request.status >= RequestStatus.FINISHED:
+                break
+            request.num_computed_tokens += 1  # the draft's K and V are in the cache
+            outputs += self._take_token(request, result, row + num_accepted, now)
+        request.max_computed_tokens = max(request.num_computed_tokens, request.max_computed_tokens)
+        if request.drafter is not None:
+            request.drafter.learn(len(drafts), num_accepted, len(request.tokens))
+        self._stats.num_draft_tokens += len(drafts)
+        self._stats.num_accepted_tokens += num_accepted
+        return outputs
 
     def _take_token(self, request: Request, result: StepResult, row: int, now: float) -> list[GenerationOutput]:
         """Returns what is to be handed out for the row's token, if anything."""

@@ -1,6 +1,7 @@
 """Which requests run in the next step, and for how many tokens. No tensors, no model: plain bookkeeping."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from legato.cache.block_manager import BlockManager
@@ -8,6 +9,8 @@ from legato.cache.prefix import PageHasher
 from legato.cache.swap import CacheCopies, UnitCopies
 from legato.engine.policy import SchedulingPolicy
 from legato.request import Request, RequestStatus
+
+MAX_ROWS_WITH_DRAFTS = 16  # of a step that guesses: beyond, rows cost what they compute
 
 
 @dataclass(frozen=True)
@@ -27,10 +30,14 @@ class StepLimits:
 
 @dataclass(slots=True)
 class ScheduledChunk:
-    """`num_tokens` tokens of a request, from `request.num_computed_tokens` on; their blocks are allocated."""
+    """`num_tokens` tokens of a request, from `request.num_computed_tokens` on; their blocks are allocated.
+
+    After them come `drafts`, tokens that are only guessed: they count once the pass has drawn the same ones.
+    """
 
     request: Request
     num_tokens: int
+    drafts: Sequence[int] = ()
 
 
 @dataclass(slots=True)
@@ -41,7 +48,7 @@ class StepPlan:
         chunks: what runs.
         stalled: running requests left out for want of blocks.
         restores: copies from the host to be made before the forward pass, for requests that were offloaded.
-        num_tokens: tokens in `chunks`.
+        num_tokens: tokens in `chunks`, drafts included.
         num_rows: rows of logits they leave.
         num_cached_tokens: prompt tokens of requests that start now which need not be computed.
     """
@@ -197,6 +204,25 @@ class Scheduler:
                 self._add_chunk(plan, request, num_tokens)
             else:
                 plan.stalled.append(request)
+        if not plan.stalled:
+            self._add_drafts(plan)
+
+    def _add_drafts(self, plan: StepPlan) -> None:
+        """As long as rows are cheap: a pass over a few costs little more than over one."""
+        for chunk in plan.chunks:
+            request = chunk.request
+            if request.drafter is None or request.children or not request.samples(request.num_computed_tokens + 1):
+                continue
+            room = MAX_ROWS_WITH_DRAFTS - plan.num_tokens
+            room = min(room, self.limits.max_batch_tokens - plan.num_tokens)
+            room = min(room, self.limits.max_requests_per_batch - plan.num_rows)
+            # The last new token is never computed.
+            drafts = request.drafter.propose(request.tokens, min(room, request.num_tokens_left - 1))
+            if drafts:
+                granted = self._blocks.grow(request.request_id, request.num_computed_tokens, 1 + len(drafts))
+                chunk.drafts = drafts[: granted - 1]
+                plan.num_tokens += len(chunk.drafts)
+                plan.num_rows += len(chunk.drafts)
 
     def _add_chunk(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         plan.chunks.append(ScheduledChunk(request, num_tokens))
