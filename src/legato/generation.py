@@ -320,7 +320,8 @@ def _sampling(defaults: GenerationDefaults, given: Mapping[str, Any]) -> Samplin
         do_sample = defaults.do_sample or any(name in settings for name in NAMES)
     merged = {**defaults.params.as_dict(), **settings}
     loose = [name for name in settings if name in PROCESSOR_SETTINGS]
-    own = SamplingParams(processors=settings.get("processors", {})).processors
+    own = settings.get("processors", {})
+    SamplingParams(processors=own)  # checks it; those that ask for nothing are dropped there, yet overrule the defaults
     merged["processors"] = {**defaults.params.processors, **own, **{name: merged.pop(name) for name in loose}}
     params = SamplingParams.from_mapping(merged)
     return params if do_sample else replace(params, temperature=0.0)

@@ -70,7 +70,8 @@ class GenerationOutput:
         prompt_ids: token ids of the prompt.
         generated_tokens: all new token ids so far, an end-of-sequence token included.
         logprobs: log-probability of each generated token, if asked for; else empty.
-        top_logprobs: for each generated token the likeliest in its place, (token id, log-probability), if asked for.
+        top_logprobs: for each generated token the likeliest in its place, (token id, log-probability), if asked for;
+            fewer where filters leave fewer.
         prompt_logprobs: of the prompt's tokens, None for those that were not asked about, the first among them; None if
             none was, as in all but the first sample of a prompt.
         error: why the request failed, or None.

@@ -263,6 +263,7 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "prompt_logprobs": (-1, 21),
     "logprobs_mode": ("both", 1),
     "n": (0, -1, 2000, 1.5),
+    "best_of": (0, 2000, 1.5, 4),  # of LLM alone
     "json_schema": (5, [1]),
     "regex": ("", 5),
     "grammar": ("", 5),
@@ -323,3 +324,42 @@ def test_stop_tokens_wait_for_min_new_tokens_beside_other_processors_too() -> No
     asked = [{"stop_token_ids": [first], "min_new_tokens": 4, **more} for more in ({}, {"remove_invalid_values": True})]
     for output in generate(tiny_model("llama"), asked, config):
         assert len(output.generated_tokens) >= 4 and first not in output.generated_tokens[:4]
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("sampling", [{"do_sample": False}, {"temperature": 1.0}])
+@pytest.mark.parametrize(
+    "forbids_all",
+    [
+        {"suppress_tokens": list(range(VOCAB_SIZE))},
+        {"bad_words_ids": [[token_id] for token_id in range(VOCAB_SIZE)]},
+        {"logits_processors": [lambda ids, scores: torch.full_like(scores, -torch.inf)]},
+    ],
+)
+def test_a_request_that_may_not_say_anything_says_so(
+    forbids_all: dict[str, Any], sampling: dict[str, Any], fused: bool
+) -> None:
+    model = tiny_model("llama")
+    config = ContinuousBatchingConfig(page_size=4, num_blocks=100, fused_decoder=fused)
+    manager = enable(model).init_continuous_batching(GenerationConfig(eos_token_id=-1), config)
+    with manager.session():
+        bad = manager.add_request(PROMPT, max_new_tokens=5, **sampling, **forbids_all)
+        good = manager.add_request(PROMPT, max_new_tokens=5, do_sample=False)
+        outputs = [manager.get_result(one, timeout=60) for one in (bad, good)]
+    assert outputs[0].status is RequestStatus.FAILED and outputs[0].generated_tokens == []
+    assert outputs[0].error == "every token is forbidden" and outputs[0].finish_reason == "error"
+    assert outputs[1].generated_tokens == reference(model, PROMPT, 5).tokens
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "neutral"), [("no_repeat_ngram_size", 2, 0), ("renormalize_logits", True, False)]
+)
+def test_a_request_can_switch_off_what_its_config_says(name: str, value: Any, neutral: Any) -> None:
+    defaults = GenerationDefaults.of(tiny_model("llama"), GenerationConfig(**{name: value}))
+    factory = RequestFactory(VOCAB_SIZE, 100, 100, None)
+
+    def asked(**sampling: Any) -> dict[str, Any]:
+        return dict(factory.make(defaults, "x", RequestSpec(PROMPT, 5, sampling=sampling)).params.processors)
+
+    assert asked() == {name: value}
+    assert asked(**{name: neutral}) == asked(processors={name: neutral}) == {}

@@ -79,6 +79,11 @@ class SamplingBatch:
         return not self.filters.temperature.any()
 
     @property
+    def may_forbid(self) -> bool:
+        """Whether rows may be left without any token."""
+        return self.edits is not None or bool(self.processed) or self.allowed is not None
+
+    @property
     def wants_logprobs(self) -> bool:
         return bool((self.num_logprobs >= 0).any())
 

@@ -14,6 +14,7 @@ from legato.kernels.sampling import native_sampler
 from legato.request import TokenLogprobs
 
 _LOWEST = -87.0  # no token with a lower score is ever drawn: e^-87 is about the smallest number of float32
+_TYPICAL_ROWS = 16  # at once: they take twice the memory that other filters do
 
 
 def finish_pass(logits: Tensor, batch: Batch) -> StepResult:
@@ -39,6 +40,10 @@ def sample(logits: Tensor, sampling: SamplingBatch) -> StepResult:
     raw = logits[_on(raw_rows, logits)] if len(raw_rows) else None
     errors = process_logits(logits, sampling)
     tokens, logprobs = draw(logits, sampling)
+    if sampling.may_forbid:
+        drawn = logits[torch.arange(len(tokens), device=logits.device), _on(tokens, logits)].cpu().numpy()
+        for without in np.flatnonzero(np.isneginf(drawn)).tolist():
+            errors.setdefault(without, "every token is forbidden")
     results: list[TokenLogprobs | None] = [None] * len(tokens)
     if sampling.wants_logprobs:
         for row in np.flatnonzero((sampling.num_logprobs >= 0) & ~sampling.raw_logprobs):
@@ -142,8 +147,10 @@ def filtered_scores(logits: Tensor, filters: Filters) -> Tensor:
     if min_p.any():
         scores.masked_fill_(scores < _column(np.log(np.maximum(min_p, 1e-38)), scores), -torch.inf)
     if (typical_p < 1).any():
-        some = _on(np.flatnonzero(typical_p < 1), scores)
-        scores[some] = _keep_typical(scores[some], _column(typical_p[typical_p < 1], scores))
+        typical = np.flatnonzero(typical_p < 1)
+        for rows in np.array_split(typical, -(-len(typical) // _TYPICAL_ROWS)):
+            some = _on(rows, scores)
+            scores[some] = _keep_typical(scores[some], _column(typical_p[rows], scores))
     return scores
 
 
@@ -163,11 +170,10 @@ def token_logprobs(
     if not most:
         return [TokenLogprobs(logprob) for logprob in chosen]
     values, ids = logprobs.topk(min(most, logprobs.shape[1]), dim=-1)
+    counts = np.minimum(num_likeliest, (values > -torch.inf).sum(-1).cpu().numpy())  # filters may leave fewer
     return [
         TokenLogprobs(logprob, tuple(zip(row_ids[:n], row_values[:n], strict=True)))
-        for logprob, n, row_ids, row_values in zip(
-            chosen, num_likeliest.tolist(), ids.tolist(), values.tolist(), strict=True
-        )
+        for logprob, n, row_ids, row_values in zip(chosen, counts.tolist(), ids.tolist(), values.tolist(), strict=True)
     ]
 
 
