@@ -42,7 +42,7 @@ class GrammarCompiler:
         try:
             text = tokenizer.backend_tokenizer.to_str()
             # Without an end token it would take id 0 for one: then nothing but the grammar itself ends an answer.
-            eos = list(eos_token_ids) or [vocab_size - 1]
+            eos = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size] or [vocab_size - 1]
             self._tokens = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
         except (AttributeError, ValueError) as error:
             raise InvalidValueError(f"structured output cannot work with this model's tokenizer: {error}") from error

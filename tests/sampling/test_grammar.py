@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from legato import (
     LLM,
     ContinuousBatchingConfig,
+    GenerationConfig,
     GenerationOutput,
     InvalidValueError,
     RequestStatus,
@@ -124,6 +125,17 @@ def test_one_grammar_at_a_time_and_never_without_a_tokenizer() -> None:
     )
     with pytest.raises(InvalidValueError, match="structured output needs the model's tokenizer"):
         manager.add_request([1, 2], regex="a")
+
+
+@pytest.mark.parametrize("eos_token_id", [-1, 10**9])
+def test_a_grammar_needs_no_end_of_sequence(smollm2: Any, smollm2_tokenizer: Any, eos_token_id: int) -> None:
+    manager = enable(smollm2).init_continuous_batching(
+        GenerationConfig(eos_token_id=eos_token_id), ContinuousBatchingConfig(page_size=16), tokenizer=smollm2_tokenizer
+    )
+    with manager.session():
+        output = manager.get_result(manager.add_request([1, 2, 3], max_new_tokens=20, regex="[0-9]{5}"))
+    assert output.finish_reason == "stop"
+    assert re.fullmatch("[0-9]{5}", smollm2_tokenizer.decode(output.generated_tokens))
 
 
 # Random schemas
