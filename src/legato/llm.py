@@ -17,7 +17,7 @@ from legato.models import load_model, load_tokenizer
 from legato.progress import completed_in_order
 from legato.request import GenerationOutput, RequestSpec
 from legato.sampling_params import SamplingParams
-from legato.text import IncrementalDecoder, Message, decode, encode, encode_chat
+from legato.text import Message, OutputPieces, decode, encode, encode_chat
 
 DEFAULT_MAX_TOKENS = 256
 
@@ -194,7 +194,7 @@ class LLM:
         return decode(self.tokenizer, output.prompt_ids) + text if params and params.include_prompt else text
 
     def _stream(self, spec: RequestSpec) -> Iterator[str]:
-        decoder, seen, given = IncrementalDecoder(self.tokenizer), 0, 0
+        pieces = OutputPieces(self.tokenizer)
         if spec.sampling.get("include_prompt"):
             yield decode(self.tokenizer, spec.input_ids)
         with closing(self.manager.as_completed([spec])) as outputs:
@@ -202,15 +202,8 @@ class LLM:
                 if output.error is not None:
                     kind = InvalidValueError if output.finish_reason == "error" else ManagerStateError
                     raise kind(output.error)
-                if output.text is not None:
-                    piece, given = output.text[given:], len(output.text)
-                else:
-                    piece = decoder.push(output.generated_tokens[seen:])
-                    seen = len(output.generated_tokens)
-                if piece:
+                if piece := pieces.push(output):
                     yield piece
-        if rest := decoder.finish():
-            yield rest
 
     def _spec(self, input_ids: Sequence[int], params: SamplingParams | None, streaming: bool = False) -> RequestSpec:
         sampling = {} if params is None else params.as_dict()

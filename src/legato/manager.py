@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -236,14 +236,8 @@ class ContinuousBatchingManager:
             InvalidValueError, QueueFullError, ManagerStateError: as of `add_requests`.
             EngineError: the engine failed; `__cause__` is why.
         """
-        if not self.is_running():
-            self._thread.check()
-            raise ManagerStateError("as_completed() needs a running manager: call start() first")
         outputs: SimpleQueue[GenerationOutput] = SimpleQueue()
-        families = self._add_specs(specs, outputs.put)
-        if len(families) < len(specs):
-            raise ManagerStateError("the manager is stopped or stopping: nothing was submitted")
-        unfinished = {request_id: index for index, family in enumerate(families) for request_id in family}
+        unfinished = self._submit_all(specs, outputs.put)
         try:
             while unfinished:
                 output = _next_output(outputs, heartbeat)
@@ -253,8 +247,37 @@ class ContinuousBatchingManager:
                     del unfinished[output.request_id]
                 yield index, output
         finally:
-            for request_id in unfinished:
-                self.cancel_request(request_id)
+            self._cancel_all(unfinished)
+
+    async def as_completed_async(
+        self, specs: Sequence[RequestSpec]
+    ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
+        """`as_completed` for asyncio: submitting, which may compile a grammar, is done beside the loop."""
+        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[GenerationOutput]()
+
+        def put(output: GenerationOutput) -> None:
+            loop.call_soon_threadsafe(outputs.put_nowait, output)
+
+        def withdraw(done: asyncio.Future[dict[str, int]]) -> None:
+            if done.exception() is None:
+                self._cancel_all(done.result())
+
+        submitting = loop.run_in_executor(None, self._submit_all, specs, put)
+        try:
+            unfinished = await asyncio.shield(submitting)
+        except asyncio.CancelledError:
+            submitting.add_done_callback(withdraw)  # it goes on in its thread, and must not leave requests behind
+            raise
+        try:
+            while unfinished:
+                output = await outputs.get()
+                index = unfinished[output.request_id]
+                if output.is_finished():
+                    self._thread.check()
+                    del unfinished[output.request_id]
+                yield index, output
+        finally:
+            self._cancel_all(unfinished)
 
     def cancel_request(self, request_id: str) -> None:
         """End a request at the next step; its final output is FAILED, with `finish_reason` "cancelled".
@@ -334,6 +357,11 @@ class ContinuousBatchingManager:
         """The engine as its latest step left it."""
         return self._thread.stats
 
+    @property
+    def max_tokens(self) -> int:
+        """The longest request, prompt and answer together, that model and cache can take."""
+        return min(self._facts.shape.max_length, self._facts.max_request_tokens)
+
     def describe(self) -> str:
         """One line: the model, the path it runs on, and every figure that was resolved."""
         return self._facts.description
@@ -370,6 +398,20 @@ class ContinuousBatchingManager:
         if self.config.allow_block_sharing:
             requests.sort(key=lambda request: request.prompt_ids)
         return families if self._thread.submit(requests, handler) else []
+
+    def _submit_all(self, specs: Sequence[RequestSpec], handler: ResultHandler) -> dict[str, int]:
+        """The ids of all samples, each with its index in `specs`."""
+        if not self.is_running():
+            self._thread.check()
+            raise ManagerStateError("the manager is not running: call start() first")
+        families = self._add_specs(specs, handler)
+        if len(families) < len(specs):
+            raise ManagerStateError("the manager is stopped or stopping: nothing was submitted")
+        return {request_id: index for index, family in enumerate(families) for request_id in family}
+
+    def _cancel_all(self, request_ids: Iterable[str]) -> None:
+        for request_id in request_ids:
+            self.cancel_request(request_id)
 
     def _make_or_fail(self, request_id: str, spec: RequestSpec) -> Request:
         try:

@@ -1,11 +1,14 @@
 """Between text and token ids, with the tokenizer the model came with."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
 
 from legato.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from legato.request import GenerationOutput
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
 
@@ -87,3 +90,21 @@ class IncrementalDecoder:
     def _pending(self) -> str:
         given = decode(self._tokenizer, self._token_ids[self._context : self._given])
         return decode(self._tokenizer, self._token_ids[self._context :])[len(given) :]
+
+
+class OutputPieces:
+    """The text of one request's outputs, partial ones and the final one, each as far as it is new."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._num_tokens = 0
+        self._num_characters = 0
+
+    def push(self, output: "GenerationOutput") -> str:
+        """What has come since the output before."""
+        if output.text is not None:  # texts may stop it: it is decoded already
+            piece, self._num_characters = output.text[self._num_characters :], len(output.text)
+            return piece
+        piece = self._decoder.push(output.generated_tokens[self._num_tokens :])
+        self._num_tokens = len(output.generated_tokens)
+        return piece + self._decoder.finish() if output.is_finished() else piece

@@ -9,6 +9,7 @@ import typer
 from legato.cli.bench import bench
 from legato.cli.generate import generate
 from legato.cli.pull import pull
+from legato.cli.serve import serve
 from legato.cli.simulate import simulate
 from legato.errors import LegatoError
 
@@ -23,7 +24,7 @@ app = typer.Typer(
 )
 
 # A new command: write the function in its own file, import it above, and name it here.
-for command in (generate, pull, simulate):
+for command in (generate, serve, pull, simulate):
     app.command()(command)
 app.add_typer(bench)
 

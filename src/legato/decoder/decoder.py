@@ -1,5 +1,6 @@
 """The forward pass, for every family: rows of tokens without padding, a kernel call for each thing that happens."""
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
@@ -71,17 +72,18 @@ class Layer:
     cache: LayerCache
 
 
+_MOST_RECORDED = 16  # passes of different shapes: a request with guesses has one for each length of a guess
+
+
 @dataclass(frozen=True, slots=True)
 class Recorded:
     """A pass that may come again with other numbers.
 
     Attributes:
-        key: two passes with the same one call the same kernels on the same memory, but for their tables.
         replay: does it again; None: it has been seen once, and is recorded should it come again.
         tables: what `replay` reads.
     """
 
-    key: tuple[object, ...]
     replay: Callable[[], None] | None
     tables: list[PassTables]
 
@@ -114,7 +116,8 @@ class Decoder:
         self._grouped = Buffer()  # tokens once for each expert that sees them
         # Which experts there are to call is known only when the router has spoken.
         self._recordable = not any(isinstance(layer.mlp, ExpertsWeights) for layer in weights.layers)
-        self._recorded: Recorded | None = None
+        # By a key; two passes with the same one call the same kernels on the same memory, but for their tables.
+        self._recorded: OrderedDict[tuple[object, ...], Recorded] = OrderedDict()
 
     def forward(self, batch: Batch) -> Tensor:
         """Write K and V of all tokens; logits of those in `batch.logits_indices`.
@@ -140,23 +143,30 @@ class Decoder:
         return logits
 
     def _decode(self, tables: list[PassTables], x: Activations, logits: Tensor) -> None:
-        """`_compute` where every token is sampled, its kernels recorded when a pass is like the one before."""
+        """`_compute` where every token is sampled, its kernels recorded when a pass is like one not long before."""
         key = (
             self._weights.num_changes,
             *((t.position_ids.shape, t.seqused_k.shape, columns_with_room(t.block_table)) for t in tables),
             *(t.data_ptr() for t in (x.residual, x.normed, x.projected, x.qkv, x.attended, logits)),
         )
-        if self._recorded is None or self._recorded.key != key:
-            self._recorded = Recorded(key, None, [])
+        recorded = self._recorded.get(key)
+        if recorded is None:
             self._compute(tables, x, None, logits)
-        elif self._recorded.replay is None:
+            self._keep(key, Recorded(None, []))
+        elif recorded.replay is None:
             kept = [with_room(t) for t in tables]
             replay = self._kernels.record(lambda: self._compute(kept, x, None, logits))
-            self._recorded = Recorded(key, replay, kept)
+            self._keep(key, Recorded(replay, kept))
         else:
-            for own, new in zip(self._recorded.tables, tables, strict=True):
+            for own, new in zip(recorded.tables, tables, strict=True):
                 overwrite(own, new)
-            self._recorded.replay()
+            recorded.replay()
+            self._recorded.move_to_end(key)
+
+    def _keep(self, key: tuple[object, ...], recorded: Recorded) -> None:
+        self._recorded[key] = recorded
+        if len(self._recorded) > _MOST_RECORDED:
+            self._recorded.popitem(last=False)
 
     def _compute(self, tables: list[PassTables], x: Activations, sampled: Tensor | None, logits: Tensor) -> None:
         """From embeddings to the head's product; `sampled` are the rows it is wanted of, None for all."""

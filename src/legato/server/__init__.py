@@ -1,0 +1,1 @@
+"""An OpenAI-compatible HTTP server around a manager. Needs the extra `legato[serve]`."""

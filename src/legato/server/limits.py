@@ -1,0 +1,67 @@
+"""What stands before every request: keys, and how large a body may be."""
+
+import hmac
+from collections.abc import Sequence
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from legato.server.errors import ApiError
+
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+
+
+class Gate:
+    """Refuses who has no key and what is too large, before anything of it is read or parsed.
+
+    Args:
+        app: what is behind it.
+        api_keys: any of them will do; none: everybody may come in.
+        max_body_bytes: of a request.
+    """
+
+    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
+        self._app = app
+        self._api_keys = [key.encode() for key in api_keys]
+        self._max_body_bytes = max_body_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        headers = dict(scope["headers"])
+        refused = self._refusal(scope["path"], headers)
+        if refused is not None:
+            await refuse(refused)(scope, receive, send)
+            return
+        num_bytes = 0
+
+        async def bounded() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._max_body_bytes:
+                raise self._too_large()
+            return message
+
+        await self._app(scope, bounded, send)
+
+    def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        if path not in OPEN_PATHS and not self._is_known(headers.get(b"authorization", b"")):
+            return ApiError(401, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key")
+        length = headers.get(b"content-length", b"")
+        return self._too_large() if length.isdigit() and int(length) > self._max_body_bytes else None
+
+    def _is_known(self, authorization: bytes) -> bool:
+        given = authorization.removeprefix(b"Bearer ")
+        # All are compared, each in constant time: how long it takes tells nothing.
+        num_equal = sum(hmac.compare_digest(given, key) for key in self._api_keys)
+        return not self._api_keys or num_equal > 0
+
+    def _too_large(self) -> ApiError:
+        return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+
+
+def refuse(error: ApiError) -> JSONResponse:
+    """The response that says so."""
+    return JSONResponse(error.as_dict(), error.status, error.headers)

@@ -1,0 +1,162 @@
+"""What clients send, in OpenAI's terms: the shape is checked here, ranges where `SamplingParams` is made of it."""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from legato.sampling_params import SamplingParams
+
+# Fields that clients send and that change nothing here.
+_WITHOUT_EFFECT = frozenset(
+    {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
+)
+_SAMPLING = (
+    "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
+    "frequency_penalty", "logit_bias", "n", "seed", "stop", "stop_token_ids", "ignore_eos",
+    "include_stop_str_in_output", "json_schema", "regex", "choice", "grammar",
+)  # fmt: skip
+
+
+class StreamOptions(BaseModel):
+    """See OpenAI's reference."""
+
+    include_usage: bool = False
+
+
+class JsonSchema(BaseModel):
+    """A named schema."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = "answer"
+    definition: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class GenerationRequest(BaseModel):
+    """What both kinds of request have: OpenAI's fields, and further ones by `SamplingParams`' names."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    typical_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    n: int | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[int] | None = None
+    ignore_eos: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_schema: dict[str, Any] | None = None
+    cache_salt: str | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        """What is set of `SamplingParams`."""
+        given = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        if self.min_tokens is not None:
+            given["min_new_tokens"] = self.min_tokens
+        if self.seed is not None:
+            given["seed"] = self.seed % (1 << 64)  # OpenAI's may be negative
+        return given
+
+    def new_tokens(self) -> int | None:
+        """New tokens at most, as asked for."""
+        return self.max_tokens
+
+    def ignored_fields(self) -> list[str]:
+        """Names that were sent and mean nothing here, those apart that change nothing anywhere."""
+        return sorted(set(self.model_extra or {}) - _WITHOUT_EFFECT)
+
+
+class Message(BaseModel):
+    """A message of a conversation."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+
+class ChatRequest(GenerationRequest):
+    """`POST /v1/chat/completions`."""
+
+    messages: list[Message]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    response_format: ResponseFormat | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        given = super().sampling()
+        if self.logprobs:
+            given["logprobs"] = self.top_logprobs or 0
+        if self.response_format is not None and self.response_format.type == "json_object":
+            given["json_schema"] = {"type": "object"}
+        elif self.response_format is not None and self.response_format.json_schema is not None:
+            given["json_schema"] = self.response_format.json_schema.definition
+        return given
+
+    def new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: int | None = 16
+    logprobs: int | None = None
+    echo: bool = False
+    best_of: int | None = None
+
+    def sampling(self) -> dict[str, Any]:
+        given = super().sampling()
+        if self.logprobs is not None:
+            given["logprobs"] = self.logprobs
+            if self.echo:
+                given["prompt_logprobs"] = self.logprobs
+        return given
+
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Each of them by itself."""
+        if isinstance(self.prompt, str):
+            return [self.prompt]
+        if self.prompt and isinstance(self.prompt[0], int):
+            return [self.prompt]
+        return self.prompt  # type: ignore[return-value]
+
+
+class TokenizeRequest(BaseModel):
+    """`POST /tokenize`: a text, or a conversation up to where its answer begins."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)

@@ -1,0 +1,279 @@
+"""The real `openai` client against a running `legato serve` with SmolLM2."""
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from tests.parity.reference import reference
+
+MESSAGES: Any = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
+KEY = "sk-secret"
+SETTINGS = ("--set", "page_size=16", "--set", "max_queue_size=64", "--set", "num_blocks=400")
+
+
+class Server:
+    """`legato serve` in a process of its own, on a port that was free."""
+
+    def __init__(self, *options: str) -> None:
+        command = [sys.executable, "-m", "legato.cli", "serve", "smollm2", "--port", "0", *SETTINGS, *options]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
+        assert self.process.stderr is not None
+        self.log = ""
+        while not (found := re.search(r"serving smollm2 on (http://[0-9.:]+[0-9])", self.log)):
+            line = self.process.stderr.readline()
+            assert line, self.log
+            self.log += line
+        self.url = found[1]
+
+    def client(self, key: str = KEY) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+    def stop(self) -> None:
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Server]:
+    server = Server("--api-key", KEY)
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with server.client() as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def answer(smollm2: Any, smollm2_tokenizer: Any) -> str:
+    ids = smollm2_tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=True)["input_ids"]
+    tokens = reference(smollm2, ids, 24).tokens
+    return str(smollm2_tokenizer.decode(tokens, skip_special_tokens=True))
+
+
+def test_a_chat_is_what_generate_says(client: openai.OpenAI, answer: str) -> None:
+    told = client.chat.completions.create(model="smollm2", messages=MESSAGES, max_tokens=24, temperature=0)
+    assert told.object == "chat.completion" and told.model == "smollm2"
+    assert told.choices[0].message.content == answer and told.choices[0].message.role == "assistant"
+    assert told.choices[0].finish_reason in ("stop", "length")
+    assert told.usage is not None and told.usage.total_tokens == told.usage.prompt_tokens + told.usage.completion_tokens
+    assert 0 < told.usage.completion_tokens <= 24
+
+
+def test_a_stream_is_the_same_in_pieces(client: openai.OpenAI, answer: str) -> None:
+    stream = client.chat.completions.create(
+        model="smollm2", messages=MESSAGES, max_completion_tokens=24, temperature=0, stream=True,
+        stream_options={"include_usage": True},
+    )  # fmt: skip
+    chunks = list(stream)
+    assert chunks[0].choices[0].delta.role == "assistant" and len(chunks) > 4
+    assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == answer
+    reasons = [c.choices[0].finish_reason for c in chunks if c.choices]
+    assert reasons[-1] in ("stop", "length") and not any(reasons[:-1])
+    assert chunks[-1].choices == [] and chunks[-1].usage.completion_tokens > 0
+    assert len({c.id for c in chunks}) == 1
+
+
+def test_the_async_client_and_many_at_once(server: Server, answer: str) -> None:
+    async def ask() -> list[str | None]:
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, timeout=120) as client:
+            calls = [
+                client.chat.completions.create(model="smollm2", messages=MESSAGES, max_tokens=24, temperature=0)
+                for _ in range(16)
+            ]
+            return [told.choices[0].message.content for told in await asyncio.gather(*calls)]
+
+    assert asyncio.run(ask()) == [answer] * 16
+
+
+def test_samples_seeds_stops_and_logprobs(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "smollm2", "messages": MESSAGES, "max_tokens": 12, "temperature": 1.2, "seed": 5}
+    told = client.chat.completions.create(**asked, n=4, logprobs=True, top_logprobs=3)
+    again = client.chat.completions.create(**asked, n=4)
+    assert [c.index for c in told.choices] == [0, 1, 2, 3]
+    assert [c.message.content for c in told.choices] == [c.message.content for c in again.choices]
+    assert len({c.message.content for c in told.choices}) > 1
+    for choice in told.choices:
+        assert choice.logprobs is not None and choice.logprobs.content is not None
+        for token in choice.logprobs.content:
+            assert token.logprob <= 0 and bytes(token.bytes or []).decode(errors="replace") == token.token
+            assert 1 <= len(token.top_logprobs) <= 3
+    whole = client.chat.completions.create(**{**asked, "temperature": 0, "max_tokens": 24}).choices[0].message.content
+    assert whole is not None
+    stop = whole[8:12]
+    cut = client.chat.completions.create(**{**asked, "temperature": 0, "max_tokens": 24}, stop=[stop]).choices[0]
+    assert cut.message.content == whole[: whole.index(stop)] and cut.finish_reason == "stop"
+    pieces = client.chat.completions.create(**asked, n=3, stream=True)
+    texts = ["", "", ""]
+    for chunk in pieces:
+        for c in chunk.choices:
+            texts[c.index] += c.delta.content or ""
+    assert texts == [c.message.content for c in again.choices[:3]]
+
+
+def test_answers_that_parse(client: openai.OpenAI) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"enum": ["Paris", "Rome"]}, "size": {"type": "integer", "minimum": 0, "maximum": 9}},
+        "required": ["city", "size"],
+        "additionalProperties": False,
+    }
+    told = client.chat.completions.create(
+        model="smollm2", messages=MESSAGES, temperature=1.5,
+        response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": schema}},
+    )  # fmt: skip
+    place = json.loads(told.choices[0].message.content or "")
+    assert place["city"] in ("Paris", "Rome") and 0 <= place["size"] <= 9
+    choice = client.completions.create(
+        model="smollm2", prompt="Yes or no?", extra_body={"choice": ["yes", "no"]}, temperature=1
+    )
+    assert choice.choices[0].text in ("yes", "no")
+
+
+def test_completions_of_several_prompts(client: openai.OpenAI, smollm2: Any, smollm2_tokenizer: Any) -> None:
+    prompts = ["The capital of France is", "Water boils at"]
+    told = client.completions.create(model="smollm2", prompt=prompts, max_tokens=8, temperature=0, logprobs=2)
+    for choice, prompt in zip(told.choices, prompts, strict=True):
+        tokens = reference(smollm2, smollm2_tokenizer.encode(prompt), 8).tokens
+        assert choice.text == smollm2_tokenizer.decode(tokens, skip_special_tokens=True)
+        assert choice.logprobs is not None and "".join(choice.logprobs.tokens or []).startswith(choice.text)
+        assert len(choice.logprobs.token_logprobs or []) == len(choice.logprobs.text_offset or [])
+    same = client.completions.create(
+        model="smollm2", prompt=[smollm2_tokenizer.encode(p) for p in prompts], max_tokens=8, temperature=0
+    )
+    assert [c.text for c in same.choices] == [c.text for c in told.choices]
+    echoed = client.completions.create(
+        model="smollm2", prompt=prompts[0], max_tokens=1, temperature=0, echo=True, logprobs=1
+    ).choices[0]
+    assert echoed.text.startswith(prompts[0]) and echoed.logprobs is not None
+    assert echoed.logprobs.token_logprobs is not None
+    assert echoed.logprobs.token_logprobs[0] is None and all(x < 0 for x in echoed.logprobs.token_logprobs[1:])
+    stream = client.completions.create(model="smollm2", prompt=prompts, max_tokens=8, temperature=0, stream=True)
+    texts = ["", ""]
+    for chunk in stream:
+        for c in chunk.choices:
+            texts[c.index] += c.text
+    assert texts == [c.text for c in told.choices]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "status", "param"),
+    [
+        ({"model": "gpt-5"}, 404, "model"),
+        ({"temperature": -1}, 400, "temperature"),
+        ({"top_p": 0}, 400, "top_p"),
+        ({"n": 0}, 400, "n"),
+        ({"n": 5000}, 400, "n"),
+        ({"max_tokens": 0}, 400, "max_tokens"),
+        ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
+        ({"top_logprobs": 50, "logprobs": True}, 400, "logprobs"),
+        ({"messages": []}, 400, None),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
+        ({"stop": ""}, 400, "stop"),
+        ({"max_tokens": "many"}, 400, "max_tokens"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_errors_are_openais(client: openai.OpenAI, wrong: Any, status: int, param: str | None, stream: bool) -> None:
+    with pytest.raises(openai.APIStatusError) as caught:
+        client.chat.completions.create(**{"model": "smollm2", "messages": MESSAGES, "stream": stream, **wrong})
+    assert caught.value.status_code == status, caught.value.message
+    if param is not None:
+        assert caught.value.param == param
+
+
+def test_keys(server: Server) -> None:
+    for key in ("wrong", "sk-secre", "sk-secret2"):
+        with pytest.raises(openai.AuthenticationError):
+            server.client(key).models.list()
+    assert httpx.get(f"{server.url}/health").status_code == 200
+    assert httpx.get(f"{server.url}/metrics").status_code == 401
+
+
+def test_facts(server: Server, client: openai.OpenAI) -> None:
+    assert [one.id for one in client.models.list()] == ["smollm2"]
+    assert client.models.retrieve("smollm2").id == "smollm2"
+    headers = {"Authorization": f"Bearer {KEY}"}
+    with httpx.Client(base_url=server.url, headers=headers) as http:
+        tokens = http.post("/tokenize", json={"prompt": "Hello, world"}).json()
+        assert tokens["count"] == len(tokens["tokens"]) > 0
+        assert http.post("/detokenize", json={"tokens": tokens["tokens"]}).json() == {"prompt": "Hello, world"}
+        assert http.post("/tokenize", json={"messages": MESSAGES}).json()["count"] > 10
+        assert http.post("/detokenize", json={"tokens": [-1]}).json()["error"]["param"] == "tokens"
+        assert http.post("/v1/embeddings", json={}).status_code == 400
+        assert http.get("/ready").status_code == 200 and http.get("/nothing").status_code == 404
+        assert http.get("/version").json()["version"]
+        text = http.get("/metrics").text
+        assert 'legato_requests_total{finish_reason="length"}' in text and "legato_running 0.0" in text
+        told = http.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, "no_such_field": 1})
+        assert told.headers["X-Legato-Ignored-Fields"] == "no_such_field" and told.status_code == 200
+        big = http.post("/v1/completions", content=b'{"prompt": "' + b"x" * (10 << 20) + b'"}')
+        assert big.status_code == 413 and big.json()["error"]["code"] == "body_too_large"
+        for junk in (b"", b"{", b"\xff\xfe", b"[]", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}'):
+            told = http.post("/v1/completions", content=junk, headers={"Content-Type": "application/json"})
+            assert told.status_code == 400 and told.json()["error"]["message"], junk
+
+
+def test_a_client_that_goes_away_is_cancelled(server: Server) -> None:
+    headers = {"Authorization": f"Bearer {KEY}"}
+    body = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True, "stream": True}
+    with httpx.Client(base_url=server.url, headers=headers, timeout=60) as http:
+        with http.stream("POST", "/v1/completions", json=body) as stream:
+            next(stream.iter_lines())
+            assert running(http) == 1
+        for _ in range(100):
+            if running(http) == 0:
+                break
+        assert running(http) == 0
+        assert "legato_cache_used_share 0.0" in http.get("/metrics").text
+
+
+def running(http: httpx.Client) -> float:
+    found = re.search(r"^legato_running (\S+)$", http.get("/metrics").text, re.MULTILINE)
+    assert found is not None
+    return float(found[1])
+
+
+def test_sigterm_lets_running_calls_finish_and_refuses_new_ones() -> None:
+    server = Server()
+    with ThreadPoolExecutor() as threads, httpx.Client(base_url=server.url, timeout=60) as http:
+        body = {"prompt": "Once upon a time", "max_tokens": 300, "ignore_eos": True}
+        call = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        while running(http) == 0:
+            pass
+        server.process.send_signal(signal.SIGTERM)
+        while http.get("/ready").status_code == 200:
+            pass
+        refused = http.post("/v1/completions", json=body)
+        assert refused.status_code == 503 and refused.headers["Retry-After"]
+        told = call.result()
+        assert told.status_code == 200 and told.json()["usage"]["completion_tokens"] == 300
+    assert server.process.wait(30) == 0
+
+
+def test_a_second_signal_ends_at_once() -> None:
+    server = Server()
+    with httpx.Client(base_url=server.url, timeout=60) as http:
+        body = {"prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with pytest.raises(httpx.HTTPError), http.stream("POST", "/v1/completions", json=body) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            for _ in lines:
+                pass
+    assert server.process.wait(30) is not None
