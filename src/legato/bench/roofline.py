@@ -231,7 +231,7 @@ def _watch_kernels(engine: Engine, times: PassTimes) -> None:
     decoder = getattr(runner, "_decoder", None)
     if decoder is not None:
         decoder._kernels = TimedKernels(decoder._kernels, times)
-        decoder._recorded = None
+        decoder._recorded.clear()
     engine._runner = TimedRunner(runner, times)
 
 
