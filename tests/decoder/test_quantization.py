@@ -1,12 +1,13 @@
 """int8: what it costs on real text, and that it is refused where it cannot be."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from transformers import GenerationConfig
 
-from legato import ContinuousBatchingConfig, enable
+from legato import LLM, ContinuousBatchingConfig, enable
 from legato.attention.probe import find_attention_groups
 from legato.decoder.fusing import FusedModel
 from legato.engine.runner import attention_configs
@@ -51,6 +52,21 @@ def test_perplexity_stays_within_two_per_cent(request: pytest.FixtureRequest, na
     )
     assert 1 / MOST_WORSE <= after / before <= MOST_WORSE
     assert agreement >= LEAST_AGREEMENT
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["smollm2", "gemma3"])
+def test_a_cache_in_bfloat16_costs_little_more(request: pytest.FixtureRequest, name: str, questions: list[str]) -> None:
+    model, tokenizer = request.getfixturevalue(name), request.getfixturevalue(f"{name}_tokenizer")
+    prompts = [encode(tokenizer, question)[:64] for question in questions[:24]]
+    found = []
+    for settings in ({}, {"quantization": "int8", "kv_cache_dtype": "bfloat16"}):
+        with LLM(model, tokenizer, ContinuousBatchingConfig(page_size=16, num_blocks=400, **settings)) as llm:
+            outputs = llm.score([ids[:1] for ids in prompts], [ids[1:] for ids in prompts], use_tqdm=False)
+        logprobs = [one.logprob for output in outputs for one in output.prompt_logprobs or [] if one is not None]
+        found.append(math.exp(-sum(logprobs) / len(logprobs)))
+    print(f"{name}: perplexity {found[0]:.3f} in float32, {found[1]:.3f} in int8 with K and V in bfloat16")
+    assert 1 / MOST_WORSE <= found[1] / found[0] <= MOST_WORSE
 
 
 def test_a_quantized_engine_generates_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
