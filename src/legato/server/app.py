@@ -32,7 +32,7 @@ from legato.server.answers import (
     with_prompt,
 )
 from legato.server.errors import ApiError
-from legato.server.limits import Gate, refuse
+from legato.server.limits import Gate, OpenCalls, refuse
 from legato.server.metrics import Metrics
 from legato.server.protocol import (
     ChatRequest,
@@ -61,6 +61,7 @@ class Service:
         strict: refuse fields that mean nothing here, in place of naming them in a header.
         max_body_bytes, max_prompts, max_samples: of one call.
         is_draining: new calls are refused; running ones finish.
+        open_calls: how many there are.
     """
 
     manager: ContinuousBatchingManager
@@ -72,7 +73,7 @@ class Service:
     max_prompts: int = 256
     max_samples: int = 128
     is_draining: bool = False
-    num_open: int = 0  # calls that are being answered
+    open_calls: OpenCalls = field(default_factory=OpenCalls)
     created: int = field(default_factory=lambda: int(time.time()))
 
     def __post_init__(self) -> None:
@@ -120,7 +121,6 @@ class Service:
         Raises:
             ApiError: as the client is to be told.
         """
-        self.num_open += 1
         try:
             async with aclosing(self.manager.as_completed_async(specs)) as outputs:
                 async for index, output in outputs:
@@ -131,8 +131,6 @@ class Service:
                     yield index, output
         except LegatoError as error:
             raise ApiError.of(error) from error
-        finally:
-            self.num_open -= 1
 
 
 def _failed(output: GenerationOutput) -> ApiError:
@@ -144,7 +142,9 @@ def _failed(output: GenerationOutput) -> ApiError:
 def create_app(service: Service) -> FastAPI:
     """The application around a running manager."""
     app = FastAPI(title="Legato", version=version("legato"), docs_url=None, redoc_url=None)
-    app.add_middleware(Gate, api_keys=service.api_keys, max_body_bytes=service.max_body_bytes)
+    app.add_middleware(
+        Gate, open_calls=service.open_calls, api_keys=service.api_keys, max_body_bytes=service.max_body_bytes
+    )
     _add_errors(app)
     _add_generation(app, service)
     _add_facts(app, service)

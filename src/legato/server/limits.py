@@ -2,6 +2,7 @@
 
 import hmac
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -11,17 +12,26 @@ from legato.server.errors import ApiError
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
 
 
+@dataclass
+class OpenCalls:
+    """Calls that are being answered, from the first byte of their request to the last of their answer."""
+
+    number: int = 0
+
+
 class Gate:
-    """Refuses who has no key and what is too large, before anything of it is read or parsed.
+    """Refuses who has no key and what is too large, before anything of it is read or parsed, and counts the others.
 
     Args:
         app: what is behind it.
+        open_calls: where they are counted.
         api_keys: any of them will do; none: everybody may come in.
         max_body_bytes: of a request.
     """
 
-    def __init__(self, app: ASGIApp, api_keys: Sequence[str], max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, open_calls: OpenCalls, api_keys: Sequence[str], max_body_bytes: int) -> None:
         self._app = app
+        self._open_calls = open_calls
         self._api_keys = [key.encode() for key in api_keys]
         self._max_body_bytes = max_body_bytes
 
@@ -44,7 +54,11 @@ class Gate:
                 raise self._too_large()
             return message
 
-        await self._app(scope, bounded, send)
+        self._open_calls.number += 1
+        try:
+            await self._app(scope, bounded, send)
+        finally:
+            self._open_calls.number -= 1
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         if path not in OPEN_PATHS and not self._is_known(headers.get(b"authorization", b"")):

@@ -34,7 +34,7 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         self._service.is_draining = True
-        logger.info("%s: finishing %d calls", signal.Signals(sig).name, self._service.num_open)
+        logger.info("%s: finishing %d calls", signal.Signals(sig).name, self._service.open_calls.number)
         self._loop.call_soon_threadsafe(self._start_draining)
 
     async def startup(self, sockets: list | None = None) -> None:
@@ -49,10 +49,10 @@ class DrainingServer(uvicorn.Server):
 
     async def _drain(self) -> None:
         deadline = self._loop.time() + self._drain_timeout
-        while self._service.num_open and self._loop.time() < deadline:
+        while self._service.open_calls.number and self._loop.time() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
         self.should_exit = True
-        self.force_exit = self._service.num_open > 0
+        self.force_exit = self._service.open_calls.number > 0
 
 
 def run(service: Service, host: str, port: int, drain_timeout: float, ready: Callable[[str], object]) -> None:
