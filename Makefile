@@ -21,10 +21,11 @@ setup: $(STAMP)  ## Install Legato and its development tools in .venv
 $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/legato/kernels/native/*)
 	@test -n "$(PYTHON)" || { echo "Legato needs Python 3.11 or newer: make setup PYTHON=/path/to/python" >&2; exit 1; }
 	$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
-	@echo "Installing into $(VENV): about a minute."
+	@echo "Installing into $(VENV): a minute or two."
 	$(BIN)/python -m pip install -q -c constraints.txt $(TORCH)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[dev]'
 	@touch $@
+	@echo "Ready: . $(VENV)/bin/activate"
 
 models: setup  ## Fetch the two small real models that the tests use
 	@$(BIN)/legato pull smollm2 gemma3
