@@ -14,12 +14,21 @@ def all_samples(params: SamplingParams) -> SamplingParams:
     return replace(params, n=params.best_of, best_of=None, logprobs=params.logprobs or 0)
 
 
-def best_samples(outputs: Sequence[GenerationOutput], params: SamplingParams) -> list[GenerationOutput]:
-    """The `params.n` whose tokens are likeliest on average, best first; failed ones come last."""
+def best_samples(
+    outputs: Sequence[GenerationOutput], params: SamplingParams, returns_logprobs: bool
+) -> list[GenerationOutput]:
+    """The `params.n` whose tokens are likeliest on average, best first; failed ones come last.
+
+    Args:
+        outputs: of all samples, in the order of their ids.
+        returns_logprobs: whether log-probabilities are wanted besides.
+    """
     if params.best_of is None:
         return list(outputs)
-    best = sorted(outputs, key=_mean_logprob, reverse=True)[: params.n]
-    return [replace(one, logprobs=[]) for one in best] if params.logprobs is None else best
+    of_prompt = outputs[0].prompt_logprobs  # the first sample's, which need not be among the best
+    best = [replace(one, prompt_logprobs=None) for one in sorted(outputs, key=_mean_logprob, reverse=True)]
+    best[0].prompt_logprobs = of_prompt
+    return best[: params.n] if returns_logprobs else [replace(one, logprobs=[]) for one in best[: params.n]]
 
 
 def _mean_logprob(output: GenerationOutput) -> float:

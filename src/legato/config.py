@@ -16,6 +16,9 @@ DEFAULT_REQUESTS_PER_BATCH = 1024
 KV_CACHE_DTYPES = ("float32", "bfloat16")
 QUANTIZATIONS = ("int8",)
 SPECULATIVE = ("ngram",)
+# Tokens of a pass that guesses: up to there a pass costs little more than one of a single token, the way of the weights
+# from memory.
+MAX_TOKENS_WITH_DRAFTS = 16
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ class ContinuousBatchingConfig:
         speculative: "ngram": guess how answers go on from what their own prompts and answers say, several tokens ahead,
             and keep what turns out right: tokens stay those of one at a time, and come faster where much is copied and
             few requests run. Requests with penalties, grammars or processors do without. None: no guesses.
-        num_speculative_tokens: tokens of a guess at most.
+        num_speculative_tokens: tokens of a guess at most, 1 to 15.
         auto_switch_to_flash: run a model loaded as eager or sdpa on FlashAttention where it is to be had.
         seed: sampling seed of requests that bring none.
         max_queue_size: waiting requests accepted; 0: no limit.
@@ -134,7 +137,7 @@ class ContinuousBatchingConfig:
         check_int("q_padding_interval_size", self.q_padding_interval_size, 0)
         check_int("kv_padding_interval_size", self.kv_padding_interval_size, 0)
         check_int("max_queue_size", self.max_queue_size, 0)
-        check_int("num_speculative_tokens", self.num_speculative_tokens, 1)
+        check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_TOKENS_WITH_DRAFTS - 1)
         check_int("seed", self.seed, 0, optional=True)
         check_number("max_memory_percent", self.max_memory_percent, 0, 1, above=True, optional=True)
         check_number("safety_margin", self.safety_margin, 0, 1, optional=True)

@@ -3,6 +3,7 @@
 import random
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from legato.request import Request, RequestSpec
 from legato.sampling_params import MAX_SEED, PROCESSOR_SETTINGS, SamplingParams
 from legato.stop_text import StopText
 
+_MOST_COMPILERS = 4
 DEFAULT_NEW_TOKENS = 20  # what `model.generate` does when told nothing
 
 # Settings that ask for a logits processor which cannot work here, with the values that ask for none.
@@ -148,7 +150,8 @@ class RequestFactory:
         self._return_logprobs = return_logprobs
         self._tokenizer = tokenizer
         self._num_draft_tokens = num_draft_tokens
-        self._compiler: GrammarCompiler | None = None  # takes seconds to make for a large vocabulary
+        # By end-of-sequence tokens; one takes seconds to make for a large vocabulary.
+        self._compilers: OrderedDict[tuple[int, ...], GrammarCompiler] = OrderedDict()
         self._making = threading.Lock()
 
     def make(self, defaults: GenerationDefaults, request_id: str, spec: RequestSpec) -> Request:
@@ -179,7 +182,7 @@ class RequestFactory:
 
         def sample(number: int) -> Request:
             changes = _logits_changes(params, prompt, eos_token_ids, max_new_tokens, self._vocab_size)
-            guesses = self._num_draft_tokens and grammar is None and not any(changes.values())
+            may_guess = grammar is None and all(change is None for change in changes.values())
             return Request(
                 request_id=request_id if number == 0 else f"{request_id}:{number}",
                 prompt_ids=prompt,
@@ -196,11 +199,11 @@ class RequestFactory:
                 stop_text=self._stop_text(params),
                 grammar=None if grammar is None else grammar.copy(),
                 timestamps=[] if spec.record_timestamps else None,
-                drafter=PromptLookup(self._num_draft_tokens) if guesses else None,
+                drafter=PromptLookup(self._num_draft_tokens) if may_guess and self._num_draft_tokens else None,
                 **changes,
             )
 
-        grammar = self._grammar(params, defaults.eos_token_ids) if max_new_tokens else None
+        grammar = self._grammar(params, eos_token_ids) if max_new_tokens else None
         created_time = time.perf_counter()
         request = sample(0)
         if max_new_tokens:
@@ -238,9 +241,14 @@ class RequestFactory:
         if self._tokenizer is None:
             raise InvalidValueError("structured output needs the model's tokenizer: use LLM, or give it to the manager")
         with self._making:
-            if self._compiler is None:
-                self._compiler = GrammarCompiler(self._tokenizer, self._vocab_size, eos_token_ids)
-        return self._compiler.grammar(params)
+            compiler = self._compilers.get(eos_token_ids)
+            if compiler is None:
+                compiler = GrammarCompiler(self._tokenizer, self._vocab_size, eos_token_ids)
+                self._compilers[eos_token_ids] = compiler
+                if len(self._compilers) > _MOST_COMPILERS:
+                    self._compilers.popitem(last=False)
+            self._compilers.move_to_end(eos_token_ids)
+        return compiler.grammar(params)
 
     def _check_token_ids(self, params: SamplingParams) -> None:
         named = {
@@ -320,8 +328,7 @@ def _sampling(defaults: GenerationDefaults, given: Mapping[str, Any]) -> Samplin
         do_sample = defaults.do_sample or any(name in settings for name in NAMES)
     merged = {**defaults.params.as_dict(), **settings}
     loose = [name for name in settings if name in PROCESSOR_SETTINGS]
-    own = settings.get("processors", {})
-    SamplingParams(processors=own)  # checks it; those that ask for nothing are dropped there, yet overrule the defaults
+    own = SamplingParams(processors=settings.get("processors", {})).processors
     merged["processors"] = {**defaults.params.processors, **own, **{name: merged.pop(name) for name in loose}}
     params = SamplingParams.from_mapping(merged)
     return params if do_sample else replace(params, temperature=0.0)

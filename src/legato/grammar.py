@@ -76,15 +76,12 @@ class GrammarCompiler:
         """
         masks = np.empty((len(grammars), self._num_words), np.int32)
         matchers = [(grammar.matcher, row) for row, grammar in enumerate(grammars)]
-        done = self._worker.submit(
-            self._fill.unsafe_compute_mask_ptr, matchers, masks.ctypes.data, masks.shape[1] * 4, len(masks)
-        )
 
-        def wait() -> NDArray[np.uint8]:
-            done.result()
+        def fill() -> NDArray[np.uint8]:  # holds the array, whatever becomes of who waits for it
+            self._fill.unsafe_compute_mask_ptr(matchers, masks.ctypes.data, masks.shape[1] * 4, len(masks))
             return masks.view(np.uint8)
 
-        return wait
+        return self._worker.submit(fill).result
 
     def _text(self, params: SamplingParams) -> tuple[str, str]:
         """The parameter that asks for a grammar, and the grammar in llguidance's own form."""
@@ -103,7 +100,7 @@ class GrammarCompiler:
                 return "grammar", self._engine.grammar_from("gbnf", params.grammar)
             return "grammar", matcher.grammar_from_lark(params.grammar)
         except (ValueError, TypeError, RecursionError) as error:
-            name = next(n for n in STRUCTURED if getattr(params, n))
+            name = next(n for n in STRUCTURED if getattr(params, n) not in (None, ()))
             raise InvalidValueError(f"{name} cannot be used: {error}") from error
 
     def _compiled(self, name: str, text: str) -> Any:

@@ -183,7 +183,11 @@ class LLM:
             raise InvalidValueError(f"sampling_params has {len(each)} entries for {len(inputs)} prompts")
         specs = [self._spec(ids, None if p is None else all_samples(p)) for ids, p in zip(inputs, each, strict=True)]
         outputs = completed_in_order(self.manager, specs, show_progress)
-        outputs = [s if p is None else best_samples(s, p) for s, p in zip(outputs, each, strict=True)]
+        wanted = self.manager.config.return_logprobs
+        outputs = [
+            samples if p is None else best_samples(samples, p, wanted or p.logprobs is not None)
+            for samples, p in zip(outputs, each, strict=True)
+        ]
         for samples, p in zip(outputs, each, strict=True):
             for output in samples:
                 output.text = self._text(output, p)

@@ -195,8 +195,9 @@ class Request:
         if self.grammar is not None and (error := self.grammar.accept(token_id)) is not None:
             return "error", error
         tokens = [token_id]
-        # Where nobody wants to know how likely they are, they need not even be sampled.
-        if self.grammar is not None and self.num_logprobs is None:
+        # Where nobody wants to know how likely they are, and nothing else may forbid them, they need not be sampled.
+        only_grammar = self.num_logprobs is None and self.edits is None and self.processors is None
+        if self.grammar is not None and only_grammar:
             tokens += self.grammar.forced()
         for token in tokens:
             self.tokens.append(token)

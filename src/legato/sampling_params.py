@@ -65,8 +65,8 @@ class SamplingParams:
         logprobs_mode: "processed": under the distribution the token was drawn from, after penalties, temperature and
             filters; "raw": under the model's own logits.
         n: samples of the prompt, which is computed once; each is an output of its own.
-        best_of: samples made, of which the `n` are returned whose tokens are likeliest on average, best first; needs
-            all of them to be done, so `LLM`. None: all that are made.
+        best_of: samples made, of which the `n` are returned whose tokens are likeliest on average, by `logprobs_mode`,
+            best first; needs all of them to be done, so `LLM`. None: all that are made.
         json_schema: the answer is JSON that this schema, a dict or text, allows; what cannot be enforced is refused.
         regex: the answer matches it, all of it.
         choice: the answer is one of these texts.
@@ -75,7 +75,8 @@ class SamplingParams:
         seed: in [0, 2**64); the same seed gives the same tokens whatever runs beside it. None: drawn at random.
         logits_processors: transformers' `LogitsProcessor`s of the caller's own, called with the request's tokens and
             logits alone.
-        processors: further settings of transformers' `GenerationConfig` that ask for logits processors, by name.
+        processors: further settings of transformers' `GenerationConfig` that ask for logits processors, by name,
+            besides those of the generation config; a value that asks for nothing overrules the config's.
 
     Raises:
         InvalidValueError: a value out of range.
@@ -151,6 +152,8 @@ class SamplingParams:
     def _check_structured(self) -> None:
         if self.json_schema is not None and not isinstance(self.json_schema, str | Mapping):
             raise refuse("json_schema", self.json_schema, "a JSON schema, as a dict or as text, or None")
+        if self.json_schema == "":
+            raise refuse("json_schema", self.json_schema, "a JSON schema, as a dict or as text, or None")
         for name in ("regex", "grammar"):
             value = getattr(self, name)
             if value is not None and (not isinstance(value, str) or not value):
@@ -158,6 +161,11 @@ class SamplingParams:
         asked = [name for name in STRUCTURED if getattr(self, name) not in (None, ())]
         if len(asked) > 1:
             raise InvalidValueError(f"{asked[0]} and {asked[1]} are not allowed together: an answer has one grammar")
+
+    @property
+    def active_processors(self) -> dict[str, Any]:
+        """Those of `processors` that ask for something."""
+        return {n: v for n, v in self.processors.items() if v not in PROCESSOR_SETTINGS[n]}
 
     @property
     def is_structured(self) -> bool:
@@ -229,10 +237,9 @@ def _callables(name: str, value: Any) -> tuple[Callable[..., Any], ...]:
 
 
 def _settings(value: Any) -> dict[str, Any]:
-    """Those that ask for something."""
     if not isinstance(value, Mapping):
         raise refuse("processors", value, "a dict of settings of transformers' GenerationConfig")
     unknown = sorted(set(value) - set(PROCESSOR_SETTINGS), key=str)
     if unknown:
         raise refuse("processors", unknown[0], f"one of {', '.join(sorted(PROCESSOR_SETTINGS))}")
-    return {n: v for n, v in value.items() if v is not None and v not in PROCESSOR_SETTINGS[n]}
+    return {n: v for n, v in value.items() if v is not None}

@@ -138,6 +138,25 @@ def test_a_grammar_needs_no_end_of_sequence(smollm2: Any, smollm2_tokenizer: Any
     assert re.fullmatch("[0-9]{5}", smollm2_tokenizer.decode(output.generated_tokens))
 
 
+def test_a_grammar_ends_where_its_request_does(smollm2: Any, smollm2_tokenizer: Any) -> None:
+    """With an end of its own, after another request's grammar; and what is forced minds what else is forbidden."""
+    manager = enable(smollm2).init_continuous_batching(
+        continuous_batching_config=ContinuousBatchingConfig(page_size=16), tokenizer=smollm2_tokenizer
+    )
+    seven = smollm2_tokenizer.convert_tokens_to_ids("7")
+    asked = {"max_new_tokens": 12, "temperature": 0, "regex": "[0-9]+"}
+    with manager.session():
+        ids = [manager.add_request([1, 2, 3], **asked)]
+        ids.append(manager.add_request([1, 2, 3], **asked, eos_token_id=seven, logit_bias={seven: 100}))
+        forbidden = {"regex": "777", "suppress_tokens": [seven]}
+        ids += [manager.add_request([1, 2, 3], **{**asked, **forbidden, "logprobs": n}) for n in (None, 0)]
+        plain, own, first, second = (manager.get_result(one, timeout=60) for one in ids)
+    assert re.fullmatch("[0-9]+", smollm2_tokenizer.decode(plain.generated_tokens, skip_special_tokens=True))
+    assert own.generated_tokens == [seven] and own.finish_reason == "stop"
+    assert first.generated_tokens == second.generated_tokens and seven not in first.generated_tokens
+    assert first.error == second.error
+
+
 # Random schemas
 
 names = st.sampled_from(["a", "b", "long name", "ä", "x_1"])

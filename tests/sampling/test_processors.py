@@ -15,6 +15,7 @@ from legato.cache.allocator import BlockTable
 from legato.engine.batch import BatchBuilder
 from legato.engine.sampling import filtered_scores, process_logits
 from legato.engine.scheduler import ScheduledChunk
+from legato.engine.token_edits import TokenEdits
 from legato.generation import GenerationDefaults, RequestFactory
 from legato.request import Request, RequestSpec
 from legato.sampling_params import PROCESSOR_SETTINGS
@@ -264,7 +265,7 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "logprobs_mode": ("both", 1),
     "n": (0, -1, 2000, 1.5),
     "best_of": (0, 2000, 1.5, 4),  # of LLM alone
-    "json_schema": (5, [1]),
+    "json_schema": (5, [1], ""),
     "regex": ("", 5),
     "grammar": ("", 5),
     "choice": ("", [1], 5),
@@ -359,7 +360,18 @@ def test_a_request_can_switch_off_what_its_config_says(name: str, value: Any, ne
     factory = RequestFactory(VOCAB_SIZE, 100, 100, None)
 
     def asked(**sampling: Any) -> dict[str, Any]:
-        return dict(factory.make(defaults, "x", RequestSpec(PROMPT, 5, sampling=sampling)).params.processors)
+        return factory.make(defaults, "x", RequestSpec(PROMPT, 5, sampling=sampling)).params.active_processors
 
     assert asked() == {name: value}
     assert asked(**{name: neutral}) == asked(processors={name: neutral}) == {}
+    whole = SamplingParams(temperature=0.5, processors={name: neutral}).as_dict()  # as `LLM` hands it on
+    assert asked(**whole) == {} and asked(**SamplingParams().as_dict()) == {name: value}
+
+
+def test_any_number_of_tokens_may_have_a_bias() -> None:
+    for count in (1, 63, 64, 65, VOCAB_SIZE):
+        biases = {token_id: float(token_id) for token_id in range(count)}
+        edits = TokenEdits.needed(SamplingParams(logit_bias=biases), 3, frozenset())
+        assert edits is not None
+        changes = edits.after([1, 2, 3])
+        assert dict(zip(changes.token_ids.tolist(), changes.bias.tolist(), strict=True)) == biases

@@ -117,6 +117,11 @@ def test_the_best_of_many_are_those_with_the_likeliest_tokens(smollm2: Any, smol
     every.sort(key=lambda one: -sum(one.logprobs) / len(one.logprobs))
     assert [one.text for one in best] == [one.text for one in every[:2]] * 2
     assert all(one.logprobs == [] for one in best)
+    with LLM(smollm2, smollm2_tokenizer, ContinuousBatchingConfig(return_logprobs=True)) as llm:
+        asked = SamplingParams(**sampling, best_of=6, prompt_logprobs=0)
+        (kept,) = llm.generate("The sea is", asked, use_tqdm=False)
+    assert every[0].request_id.endswith(":" + every[0].request_id[-1]), "the first sample must not be the best here"
+    assert kept.text == every[0].text and kept.logprobs and kept.prompt_logprobs is not None
     assert [one.text for one in first] == [every[0].text] and first[0].logprobs == every[0].logprobs
     with pytest.raises(InvalidValueError, match="best_of"):
         SamplingParams(n=3, best_of=2)

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from legato import ContinuousBatchingConfig, GenerationConfig, RequestStatus, enable
+from legato import LLM, ContinuousBatchingConfig, GenerationConfig, RequestStatus, SamplingParams, enable
+from legato.config import MAX_TOKENS_WITH_DRAFTS
 from legato.drafting import PromptLookup
-from legato.engine.scheduler import MAX_ROWS_WITH_DRAFTS
 from tests.parity.families import tiny_model
 from tests.parity.reference import count_near_ties, reference
 from tests.tiny import tiny_llama
@@ -37,10 +37,9 @@ def run(manager: Any, requests: Sequence[dict[str, Any]]) -> list[Any]:
 class Guesses:
     """In place of `PromptLookup`: knows the answers, and is right about as often as it is told to be."""
 
-    def __init__(self, answers: dict[tuple[int, ...], list[int]], share_right: float, vocab_size: int) -> None:
-        self._answers, self._share_right, self._vocab_size = answers, share_right, vocab_size
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], share_right: float) -> None:
+        self._answers, self._share_right = answers, share_right
         self._random = random.Random(7)
-        self.learned: list[tuple[int, int]] = []
 
     def propose(self, tokens: Sequence[int], most: int) -> list[int]:
         prompt = next(p for p in self._answers if tuple(tokens[: len(p)]) == p)
@@ -49,7 +48,7 @@ class Guesses:
         return [d if self._random.random() < self._share_right else self._random.randrange(97) for d in drafts]
 
     def learn(self, num_drafted: int, num_accepted: int, num_tokens: int) -> None:
-        self.learned.append((num_drafted, num_accepted))
+        assert 0 <= num_accepted <= num_drafted
 
 
 SAMPLINGS = (
@@ -57,6 +56,7 @@ SAMPLINGS = (
     {"temperature": 1.2, "seed": 3},
     {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "seed": 4},
     {"temperature": 1.0, "logprobs": 3, "seed": 5},
+    {"temperature": 1.0, "typical_p": 0.8, "logprobs": 2, "logprobs_mode": "raw", "prompt_logprobs": 1, "seed": 6},
 )
 
 
@@ -80,13 +80,16 @@ def test_tokens_are_those_without_guesses(
     requests = [{**one, "input_ids": PROMPT[i:]} for i, one in enumerate(SAMPLINGS)]
     plain = run(manager_of(model, fused_decoder=fused), requests)
     answers = {tuple(one.prompt_ids): one.generated_tokens for one in plain}
-    monkeypatch.setattr("legato.generation.PromptLookup", lambda most: Guesses(answers, share_right, 97))
+    monkeypatch.setattr("legato.generation.PromptLookup", lambda most: Guesses(answers, share_right))
     manager = manager_of(model, fused_decoder=fused, speculative="ngram", **settings)
     # Twice: what a wrong guess left in the cache must not be found as somebody's prefix.
     for outputs in (run(manager, requests), run(manager, requests)):
         for ours, theirs in zip(outputs, plain, strict=True):
             assert ours.generated_tokens == theirs.generated_tokens
             assert ours.logprobs == pytest.approx(theirs.logprobs, abs=1e-3)
+            assert [one and one.logprob for one in ours.prompt_logprobs or []] == pytest.approx(
+                [one and one.logprob for one in theirs.prompt_logprobs or []], abs=1e-3
+            )
             assert [[i for i, _ in top] for top in ours.top_logprobs] == [
                 [i for i, _ in top] for top in theirs.top_logprobs
             ]
@@ -100,7 +103,7 @@ def test_an_answer_may_be_found_as_a_prefix_after_wrong_guesses(monkeypatch: pyt
     model = tiny_model("llama")
     (plain,) = run(manager_of(model), [{"do_sample": False, "max_new_tokens": 40}])
     answers = {tuple(PROMPT): plain.generated_tokens}
-    monkeypatch.setattr("legato.generation.PromptLookup", lambda most: Guesses(answers, 0.5, 97))
+    monkeypatch.setattr("legato.generation.PromptLookup", lambda most: Guesses(answers, 0.5))
     manager = manager_of(model, speculative="ngram")
     run(manager, [{"do_sample": False, "max_new_tokens": 40}])
     for length in range(len(PROMPT) + 1, len(PROMPT) + 40, 5):
@@ -108,7 +111,7 @@ def test_an_answer_may_be_found_as_a_prefix_after_wrong_guesses(monkeypatch: pyt
         answers[tuple(longer)] = reference(model, longer, 6).tokens
         monkeypatch.setattr(
             "legato.generation.PromptLookup",
-            lambda most, longer=longer: Guesses({tuple(longer): answers[tuple(longer)]}, 0.5, 97),
+            lambda most, longer=longer: Guesses({tuple(longer): answers[tuple(longer)]}, 0.5),
         )
         (output,) = run(manager, [{"input_ids": longer, "do_sample": False, "max_new_tokens": 6}])
         assert output.generated_tokens == answers[tuple(longer)]
@@ -182,7 +185,7 @@ def test_requests_whose_logits_hang_on_their_tokens_do_without(sampling: dict[st
 def test_a_full_batch_guesses_nothing() -> None:
     """Beyond a few rows each costs what it computes, and a wrong guess as much as a right one."""
     manager = manager_of(tiny_llama(), speculative="ngram", max_batch_tokens=512)  # all prompts in one pass
-    count = MAX_ROWS_WITH_DRAFTS
+    count = MAX_TOKENS_WITH_DRAFTS
     run(manager, [{"do_sample": False, "input_ids": [i, *PROMPT], "max_new_tokens": 20} for i in range(count)])
     assert manager.stats.num_draft_tokens == 0
     run(manager, [{"do_sample": False, "input_ids": [i, *PROMPT], "max_new_tokens": 20} for i in range(count - 1)])
@@ -199,6 +202,60 @@ def test_smollm2_copies_faster_and_the_same(smollm2: Any, fused: bool) -> None:
     assert count_near_ties(outputs, references) == 0
     assert all(one.status is RequestStatus.FINISHED for one in outputs)
     assert manager.stats.num_steps < 0.6 * 2 * 48  # a step for each token and the prompts, without
+
+
+@pytest.mark.parametrize("limit", [2, 4, 8, 16])
+def test_who_waits_is_let_in_as_soon_as_without_guesses(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Right guesses for one request could fill every pass, and the others would wait till it ends."""
+    model, seen = tiny_llama(), []
+    (plain,) = run(manager_of(model), [{"max_new_tokens": 200, "do_sample": False}])
+    monkeypatch.setattr(
+        "legato.generation.PromptLookup", lambda most: Guesses({tuple(PROMPT): plain.generated_tokens}, 1.0)
+    )
+    manager = manager_of(model, speculative="ngram", max_requests_per_batch=limit)
+    with manager.session():
+        first = manager.add_request(PROMPT, max_new_tokens=200, do_sample=False, streaming=True)
+        for number, output in enumerate(manager.request_id_iter(first)):
+            if number == 5:
+                other = manager.add_request([1, 2, 3], max_new_tokens=1, do_sample=False)
+                seen.append(manager.get_result(other, timeout=60))
+            last = output
+    assert last.generated_tokens == plain.generated_tokens
+    assert seen[0].lifespan[1] < last.lifespan[1]
+
+
+def test_a_single_prompt_of_generate_batch_guesses_too() -> None:
+    """Its manager is made for one request at a time, yet a pass has a row for each guess."""
+    model = tiny_llama()
+    generation = GenerationConfig(max_new_tokens=100, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    steps = []
+    for speculative in (None, "ngram"):
+        config = ContinuousBatchingConfig(page_size=16, speculative=speculative, max_requests_per_batch=1)
+        with model.continuous_batching_context_manager(generation, config) as manager:
+            output = manager.get_result(manager.add_request(PROMPT))
+            steps.append((output.generated_tokens, manager.stats.num_steps))
+    assert steps[0][0] == steps[1][0] and steps[1][1] < 0.7 * steps[0][1]
+
+
+def test_stop_texts_and_cancellation_between_guesses(smollm2: Any, smollm2_tokenizer: Any) -> None:
+    text = json.loads(COPYING.read_text())["requests"][4]["prompt_ids"]  # is quoted from
+    with LLM(smollm2, smollm2_tokenizer) as llm:
+        (whole,) = llm.generate(text, SamplingParams(temperature=0, max_tokens=60), use_tqdm=False)
+        stop = whole.text[len(whole.text) // 2 :][:5]
+        asked = SamplingParams(temperature=0, max_tokens=60, stop=stop)
+        (cut,) = llm.generate(text, asked, use_tqdm=False)
+    config = ContinuousBatchingConfig(speculative="ngram")
+    with LLM(smollm2, smollm2_tokenizer, config) as llm:
+        (ours,) = llm.generate(text, asked, use_tqdm=False)
+        assert (ours.text, ours.generated_tokens, ours.finish_reason) == (cut.text, cut.generated_tokens, "stop")
+        assert "".join(llm.stream(text, asked)) == cut.text
+        for _ in range(3):
+            pieces = llm.stream(text, SamplingParams(temperature=0, max_tokens=4000, ignore_eos=True))
+            next(pieces)
+            pieces.close()
+        (again,) = llm.generate(text, asked, use_tqdm=False)
+        assert again.text == cut.text and llm.manager.stats.num_accepted_tokens > 0
+        assert llm.manager.stats.cache_used_share == 0
 
 
 # The guesses themselves

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -218,10 +219,13 @@ def test_facts(server: Server, client: openai.OpenAI) -> None:
         assert http.get("/version").json()["version"]
         text = http.get("/metrics").text
         assert 'legato_requests_total{finish_reason="length"}' in text and "legato_running 0.0" in text
-        told = http.post("/v1/chat/completions", json={"messages": MESSAGES, "max_tokens": 1, "no_such_field": 1})
+        asked = {"messages": MESSAGES, "max_tokens": 1, "no_such_field": 1, "日本\n": 1}
+        told = http.post("/v1/chat/completions", json=asked)
         assert told.headers["X-Legato-Ignored-Fields"] == "no_such_field" and told.status_code == 200
         big = http.post("/v1/completions", content=b'{"prompt": "' + b"x" * (10 << 20) + b'"}')
         assert big.status_code == 413 and big.json()["error"]["code"] == "body_too_large"
+        chunked = http.post("/v1/completions", content=(b"x" * (1 << 20) for _ in range(6)))
+        assert chunked.status_code == 413
         for junk in (b"", b"{", b"\xff\xfe", b"[]", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}'):
             told = http.post("/v1/completions", content=junk, headers={"Content-Type": "application/json"})
             assert told.status_code == 400 and told.json()["error"]["message"], junk
@@ -239,6 +243,12 @@ def test_a_client_that_goes_away_is_cancelled(server: Server) -> None:
                 break
         assert running(http) == 0
         assert "legato_cache_used_share 0.0" in http.get("/metrics").text
+        with pytest.raises(httpx.ReadTimeout):  # one whose response has not begun
+            http.post("/v1/completions", json={**body, "stream": False}, timeout=1)
+        deadline = time.monotonic() + 5
+        while running(http) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert running(http) == 0
 
 
 def running(http: httpx.Client) -> float:

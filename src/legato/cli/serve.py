@@ -57,6 +57,8 @@ def serve(
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"serve needs {error.name}: pip install 'legato[serve]'") from error
 
+    if any(not key.strip() for key in api_key or ()):
+        raise InvalidValueError("api_key is empty: leave it out to let everybody in")
     settings = _settings(config, setting or [])
     unknown = sorted(settings.keys() - {field.name for field in fields(ContinuousBatchingConfig)})
     if unknown:

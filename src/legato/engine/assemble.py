@@ -15,7 +15,7 @@ from legato.cache.eviction import EVICTION_POLICIES
 from legato.cache.kv import HostCache, KVCache
 from legato.cache.pool import AttentionGroup, ChunkLayout
 from legato.cache.prefix import PageHasher
-from legato.config import ContinuousBatchingConfig, WorkloadHints
+from legato.config import MAX_TOKENS_WITH_DRAFTS, ContinuousBatchingConfig, WorkloadHints
 from legato.decoder.fusing import FusedModel, fuse
 from legato.decoder.spec import NotFusable
 from legato.engine.batch import BatchBuilder
@@ -97,7 +97,8 @@ def assemble(
     host = HostCache(cache, swap_bytes(config, _free_host_bytes(inner.device, size)) // unit_bytes)
     policy = EVICTION_POLICIES[config.eviction_policy]()
     blocks = BlockManager(groups, size.page_size, size.num_chunks, policy, host.num_units)
-    limits = StepLimits(size.max_batch_tokens, size.max_requests_per_batch, size.safety_margin)
+    with_drafts = 0 if config.speculative is None else MAX_TOKENS_WITH_DRAFTS
+    limits = StepLimits(size.max_batch_tokens, size.max_requests_per_batch, size.safety_margin, with_drafts)
     hasher = PageHasher(size.page_size) if config.allow_block_sharing else None
     scheduler = Scheduler(SCHEDULING_POLICIES[config.scheduler_type], limits, blocks, hasher)
     runner: BatchRunner

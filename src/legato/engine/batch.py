@@ -1,5 +1,6 @@
 """From a step's plan to the arrays of one forward pass. Host arrays only: the runner puts them on its device."""
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from legato.cache.block_manager import BlockTables
 from legato.engine.scheduler import ScheduledChunk
 from legato.engine.token_edits import EditsBatch
 from legato.filters import NAMES, Filters
-from legato.grammar import Grammar
+from legato.grammar import Grammar, GrammarCompiler
 from legato.request import Request, TokenLogprobs
 from legato.sampling_params import SamplingParams
 
@@ -186,12 +187,16 @@ def _scored(request: Request, start: int, end: int, first_token: int) -> list[_S
 
 
 def _allowed(grammars: Sequence[tuple[int, Grammar | None]]) -> AllowedTokens | None:
-    """All of a batch's grammars have one compiler, the manager's."""
-    restricted = [(row, grammar) for row, grammar in grammars if grammar is not None]
-    if not restricted:
+    """Masks are made by each grammar's compiler, of which there is one for all but requests with odd ends."""
+    by_compiler: defaultdict[GrammarCompiler, list[tuple[int, Grammar]]] = defaultdict(list)
+    for row, grammar in grammars:
+        if grammar is not None:
+            by_compiler[grammar.compiler].append((row, grammar))
+    if not by_compiler:
         return None
-    masks = restricted[0][1].compiler.start_masks([grammar for _, grammar in restricted])
-    return AllowedTokens(np.array([row for row, _ in restricted], np.int64), masks)
+    rows = [row for restricted in by_compiler.values() for row, _ in restricted]
+    started = [c.start_masks([grammar for _, grammar in restricted]) for c, restricted in by_compiler.items()]
+    return AllowedTokens(np.array(rows, np.int64), lambda: np.concatenate([masks() for masks in started]))
 
 
 def _after_processors(params: SamplingParams) -> SamplingParams:

@@ -322,15 +322,15 @@ class Engine:
         """The tokens of a chunk with drafts: as long as a row drew the draft, the next row's token is right too."""
         request, drafts, num_accepted = chunk.request, chunk.drafts, 0
         outputs = self._take_token(request, result, row, now)
-        while num_accepted < len(drafts) and request.tokens[-1] == drafts[num_accepted]:
-            num_accepted += 1
-            if request.status >= RequestStatus.FINISHED:
+        for draft in drafts:
+            if request.status >= RequestStatus.FINISHED or result.token_ids[row + num_accepted] != draft:
                 break
+            num_accepted += 1
             request.num_computed_tokens += 1  # the draft's K and V are in the cache
             outputs += self._take_token(request, result, row + num_accepted, now)
         request.max_computed_tokens = max(request.num_computed_tokens, request.max_computed_tokens)
-        if request.drafter is not None:
-            request.drafter.learn(len(drafts), num_accepted, len(request.tokens))
+        assert request.drafter is not None
+        request.drafter.learn(len(drafts), num_accepted, len(request.tokens))
         self._stats.num_draft_tokens += len(drafts)
         self._stats.num_accepted_tokens += num_accepted
         return outputs

@@ -12,7 +12,7 @@ class StepRecord:
         started, ended: seconds on the engine's clock (`time.perf_counter()` unless simulated).
         arrived: when each request that joined the queue since the last step was made, by id, on the same clock.
         prefilled: prompt tokens processed, by id; after a soft reset, generated tokens that are processed again too.
-        decoded: ids of requests that processed their newest token alone.
+        decoded: ids of requests that processed their newest token, alone or with guesses behind it.
         offloaded: ids of requests whose blocks went to the host before this step's pass.
         reset: ids of requests whose blocks were dropped before it: they start over (soft reset).
         finished: ids of requests that ended in this step, well or not.

@@ -165,7 +165,7 @@ class RowProcessors:
         stops = torch.tensor(stop_ids) if stop_ids else None
         prompt = _long([prompt_ids])
         asked = _Asked(
-            {**settings, **params.processors}, prompt, eos, stops, len(prompt_ids) + max_new_tokens, vocab_size
+            {**settings, **params.active_processors}, prompt, eos, stops, len(prompt_ids) + max_new_tokens, vocab_size
         )
         made = [*_made(_PROCESSORS, asked), *params.logits_processors]
         made += _made(_WARPERS, asked) if params.temperature > 0 else []
@@ -174,7 +174,7 @@ class RowProcessors:
     @staticmethod
     def needed(params: SamplingParams) -> bool:
         """Whether the request asks for something there is no batched way for."""
-        return bool(params.processors or params.logits_processors)
+        return bool(params.active_processors or params.logits_processors)
 
     def __call__(self, tokens: Sequence[int], logits: Tensor) -> Tensor:
         """Processed logits, float32 [1, vocabulary] on the CPU, of what follows `tokens`; `logits` stay as they are."""

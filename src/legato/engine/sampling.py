@@ -64,7 +64,10 @@ def process_logits(logits: Tensor, sampling: SamplingBatch) -> dict[int, str]:
     for one in sampling.processed:
         row = logits[one.row : one.row + 1]
         try:
-            row.copy_(one.process(one.tokens, row.cpu()))
+            processed = one.process(one.tokens, row.cpu())
+            if processed.shape != row.shape:
+                raise ValueError(f"it returned scores of shape {tuple(processed.shape)}, not {tuple(row.shape)}")
+            row.copy_(processed)
         except Exception as error:  # noqa: BLE001 - a caller's own code: whatever it raises, it must not harm the others
             errors[one.row] = f"a logits processor failed: {type(error).__name__}: {error}"
     if sampling.allowed is not None:

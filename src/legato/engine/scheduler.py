@@ -2,15 +2,13 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from legato.cache.block_manager import BlockManager
 from legato.cache.prefix import PageHasher
 from legato.cache.swap import CacheCopies, UnitCopies
 from legato.engine.policy import SchedulingPolicy
 from legato.request import Request, RequestStatus
-
-MAX_ROWS_WITH_DRAFTS = 16  # of a step that guesses: beyond, rows cost what they compute
 
 
 @dataclass(frozen=True)
@@ -21,14 +19,16 @@ class StepLimits:
         max_batch_tokens: query tokens in one forward pass.
         max_requests_per_batch: requests that run at once, and rows of logits in one forward pass.
         safety_margin: share of the cache below which no new prompt is started, in [0, 1].
+        max_tokens_with_drafts: of a pass that guesses, and rows of logits it may have in any case; 0: none guesses.
     """
 
     max_batch_tokens: int
     max_requests_per_batch: int
     safety_margin: float
+    max_tokens_with_drafts: int = 0
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class ScheduledChunk:
     """`num_tokens` tokens of a request, from `request.num_computed_tokens` on; their blocks are allocated.
 
@@ -151,6 +151,8 @@ class Scheduler:
         self._schedule_running(plan)
         if admit and not plan.stalled:
             self._admit_waiting(plan)
+        if not plan.stalled:
+            self._add_drafts(plan)  # last: what is guessed takes nobody's place
         return plan
 
     def make_room(self, plan: StepPlan, preempted: Preempted) -> None:
@@ -204,25 +206,28 @@ class Scheduler:
                 self._add_chunk(plan, request, num_tokens)
             else:
                 plan.stalled.append(request)
-        if not plan.stalled:
-            self._add_drafts(plan)
 
     def _add_drafts(self, plan: StepPlan) -> None:
-        """As long as rows are cheap: a pass over a few costs little more than over one."""
-        for chunk in plan.chunks:
-            request = chunk.request
-            if request.drafter is None or request.children or not request.samples(request.num_computed_tokens + 1):
+        if self._blocks.free_share < self.limits.safety_margin:
+            return
+        for index, chunk in enumerate(plan.chunks):
+            request, start = chunk.request, chunk.request.num_computed_tokens
+            if request.drafter is None or request.children or not request.samples(start + 1):
                 continue
-            room = MAX_ROWS_WITH_DRAFTS - plan.num_tokens
-            room = min(room, self.limits.max_batch_tokens - plan.num_tokens)
-            room = min(room, self.limits.max_requests_per_batch - plan.num_rows)
             # The last new token is never computed.
-            drafts = request.drafter.propose(request.tokens, min(room, request.num_tokens_left - 1))
+            drafts = request.drafter.propose(request.tokens, min(self._room(plan), request.num_tokens_left - 1))
             if drafts:
-                granted = self._blocks.grow(request.request_id, request.num_computed_tokens, 1 + len(drafts))
-                chunk.drafts = drafts[: granted - 1]
-                plan.num_tokens += len(chunk.drafts)
-                plan.num_rows += len(chunk.drafts)
+                drafts = drafts[: self._blocks.grow(request.request_id, start, 1 + len(drafts)) - 1]
+                plan.chunks[index] = replace(chunk, drafts=drafts)
+                plan.num_tokens += len(drafts)
+                plan.num_rows += len(drafts)
+
+    def _room(self, plan: StepPlan) -> int:
+        """Tokens that may still be guessed in this step, each with its row of logits."""
+        limits = self.limits
+        most_tokens = min(limits.max_tokens_with_drafts, limits.max_batch_tokens)
+        most_rows = max(limits.max_tokens_with_drafts, limits.max_requests_per_batch)
+        return min(most_tokens - plan.num_tokens, most_rows - plan.num_rows)
 
     def _add_chunk(self, plan: StepPlan, request: Request, num_tokens: int) -> None:
         plan.chunks.append(ScheduledChunk(request, num_tokens))

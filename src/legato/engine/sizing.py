@@ -15,6 +15,7 @@ from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup, ChunkLayout, chun
 from legato.config import (
     DEFAULT_BATCH_TOKENS,
     DEFAULT_REQUESTS_PER_BATCH,
+    MAX_TOKENS_WITH_DRAFTS,
     MIN_BATCH_TOKENS,
     ContinuousBatchingConfig,
     WorkloadHints,
@@ -170,7 +171,7 @@ def resolve_size(
 
 def _size(config: ContinuousBatchingConfig, shape: ModelShape, hints: WorkloadHints, free_bytes: int) -> CacheSize:
     """The best figures there are; they need not fit."""
-    room = _Room(shape, config.page_size, free_bytes)
+    room = _Room(shape, config.page_size, free_bytes, 1 if config.speculative is None else MAX_TOKENS_WITH_DRAFTS)
     margin = config.safety_margin
     if margin is None:
         margin = SCHEDULING_POLICIES[config.scheduler_type].safety_margin
@@ -228,11 +229,12 @@ def _advice(config: ContinuousBatchingConfig, shape: ModelShape, hints: Workload
 
 @dataclass(frozen=True)
 class _Room:
-    """What fits into `free_bytes`."""
+    """What fits into `free_bytes`; a pass has at least `min_rows` rows of logits, however few requests run."""
 
     shape: ModelShape
     page_size: int
     free_bytes: int
+    min_rows: int = 1
 
     def holds(self, batch_tokens: int, requests: int, num_blocks: int) -> bool:
         return self.needed(batch_tokens, requests, num_blocks) <= self.free_bytes
@@ -251,7 +253,7 @@ class _Room:
         pages = self._pages(num_blocks)
         columns = min(pages, -(-self.shape.max_length // self.page_size))
         tables = 3 * requests * columns * 8 * len(self.shape.groups)  # up to twice what is used, and a copy
-        return tables + self.shape.step_bytes(batch_tokens, requests, pages * self.page_size)
+        return tables + self.shape.step_bytes(batch_tokens, max(requests, self.min_rows), pages * self.page_size)
 
     def _pages(self, num_blocks: int) -> int:
         """Pages of tokens in the layers that see all: one long request leaves the others no more than its windows."""

@@ -56,7 +56,8 @@ class TokenEdits:
         self._token_ids = np.zeros(64, np.int64)
         self._values = np.zeros((3, 64), np.float32)  # bias, repetition, less
         for token_id, bias in params.logit_bias.items():
-            self._values[0, self._add(token_id)] = bias
+            place = self._add(token_id)  # may make the arrays anew
+            self._values[0, place] = bias
 
     @classmethod
     def needed(

@@ -1,9 +1,10 @@
 """The HTTP application: routes, and what happens between a request and its answer."""
 
+import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from importlib.metadata import version
@@ -46,6 +47,7 @@ from legato.text import decode, encode, encode_chat
 
 IGNORED_HEADER = "X-Legato-Ignored-Fields"
 DEFAULT_CHAT_TOKENS = 1024
+_LOOK_SECONDS = 0.1
 Outputs = AsyncGenerator[tuple[int, GenerationOutput], None]
 
 
@@ -93,7 +95,8 @@ class Service:
         if ignored and self.strict:
             raise ApiError(400, f"{ignored[0]} is not a field that is known here", ignored[0], code="unknown_field")
         if ignored:
-            response_headers[IGNORED_HEADER] = ", ".join(ignored)
+            named = [name for name in ignored if name.isascii() and name.isidentifier() and len(name) <= 64]
+            response_headers[IGNORED_HEADER] = ", ".join(named[:16])
         if (asked.n or 1) > self.max_samples:
             raise ApiError(400, f"n={asked.n} is not allowed: it must be at most {self.max_samples}", "n")
 
@@ -163,7 +166,7 @@ def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(RequestValidationError)
     async def wrong_shape(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
-        where = [str(part) for part in first["loc"] if part != "body"]
+        where = [part for part in first["loc"] if isinstance(part, str) and part != "body"]
         return refuse(ApiError(400, f"{'.'.join(where) or 'the body'}: {first['msg']}", where[0] if where else None))
 
     @app.exception_handler(HTTPException)
@@ -173,16 +176,16 @@ def _add_errors(app: FastAPI) -> None:
 
 def _add_generation(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
-    async def chat_completions(asked: ChatRequest) -> Response:
+    async def chat_completions(request: Request, asked: ChatRequest) -> Response:
         """Answer a conversation."""
         headers: dict[str, str] = {}
         service.check(asked, headers)
         prompt = await run_in_threadpool(_encode_messages, service.tokenizer, asked.messages)
         specs = service.specs(asked, [prompt], DEFAULT_CHAT_TOKENS)
-        return await _answer(service, asked, specs, _Chat(service), headers)
+        return await _unless_gone(request, _answer(service, asked, specs, _Chat(service), headers))
 
     @app.post("/v1/completions")
-    async def completions(asked: CompletionRequest) -> Response:
+    async def completions(request: Request, asked: CompletionRequest) -> Response:
         """Go on with texts."""
         headers: dict[str, str] = {}
         service.check(asked, headers)
@@ -193,7 +196,7 @@ def _add_generation(app: FastAPI, service: Service) -> None:
             raise ApiError(400, f"best_of={asked.best_of} is not allowed: it must be n, or left out", "best_of")
         encoded = await run_in_threadpool(_encode_prompts, service.tokenizer, prompts)
         specs = service.specs(asked, encoded, 16)
-        return await _answer(service, asked, specs, _Text(service, asked.echo), headers)
+        return await _unless_gone(request, _answer(service, asked, specs, _Text(service, asked.echo), headers))
 
     @app.post("/v1/embeddings")
     async def embeddings() -> Response:
@@ -315,6 +318,19 @@ class _Text:
         return text_choice(choice.index, text, text_logprobs(self._tokenizer, tokens, offset), reason)
 
 
+async def _unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """Given up when the client goes away: nobody else tells a call whose response has not begun."""
+    working = asyncio.ensure_future(answer)
+    try:
+        while not working.done():
+            await asyncio.wait([working], timeout=_LOOK_SECONDS)
+            if not working.done() and await request.is_disconnected():
+                return Response(status_code=499)
+        return working.result()
+    finally:
+        working.cancel()
+
+
 async def _answer(
     service: Service, asked: GenerationRequest, specs: list[RequestSpec], form: _Chat | _Text, headers: dict[str, str]
 ) -> Response:
@@ -359,8 +375,9 @@ async def _events(
                 if output.is_finished():
                     usage.add(output)
                 current = await anext(outputs, None)
-        except ApiError as error:
-            yield _event(error.as_dict())
+        except Exception as error:  # noqa: BLE001 - the status is sent already: it must be told here, whatever it is
+            told = error if isinstance(error, ApiError) else ApiError.of(error)
+            yield _event(told.as_dict())
         else:
             if with_usage:
                 yield _event(envelope.chunk([], usage))

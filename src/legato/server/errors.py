@@ -4,8 +4,11 @@ import re
 from typing import Any
 
 from legato.errors import EngineError, InvalidValueError, ManagerStateError, QueueFullError
+from legato.sampling_params import SamplingParams
 
 RETRY_AFTER_SECONDS = 1
+_FIELDS = frozenset(SamplingParams.__dataclass_fields__) | {"messages", "cache_salt"}
+_RENAMED = {"input_ids": "prompt", "min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
 
 
 class ApiError(Exception):
@@ -51,6 +54,5 @@ class ApiError(Exception):
     @classmethod
     def invalid(cls, message: str) -> "ApiError":
         """A value that cannot be served; messages begin with the field's name."""
-        named = re.match(r"[a-z_]+(?=[= ])", message)
-        name = {"input_ids": "prompt", "min_new_tokens": "min_tokens"}.get(named[0], named[0]) if named else None
-        return cls(400, message, name)
+        first = re.split("[= ]", message, maxsplit=1)[0]
+        return cls(400, message, _RENAMED.get(first, first if first in _FIELDS else None))

@@ -4,8 +4,6 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from legato.sampling_params import SamplingParams
-
 # Fields that clients send and that change nothing here.
 _WITHOUT_EFFECT = frozenset(
     {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
@@ -115,7 +113,7 @@ class ChatRequest(GenerationRequest):
         return given
 
     def new_tokens(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
 
 class CompletionRequest(GenerationRequest):
@@ -157,6 +155,3 @@ class DetokenizeRequest(BaseModel):
 
     model: str | None = None
     tokens: list[int]
-
-
-SAMPLING_FIELDS = frozenset(SamplingParams.__dataclass_fields__)
