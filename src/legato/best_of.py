@@ -34,4 +34,5 @@ def best_samples(
 def _mean_logprob(output: GenerationOutput) -> float:
     if output.error is not None or not output.logprobs:
         return float("-inf")
-    return sum(output.logprobs) / len(output.logprobs)
+    mean = sum(output.logprobs) / len(output.logprobs)
+    return mean if mean == mean else float("-inf")  # NaN has no place in an order
