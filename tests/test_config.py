@@ -65,6 +65,8 @@ CONFIG: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
         "one of float32, bfloat16, or None",
     ),
     "quantization": ((None, "int8"), ("int4", "INT8", "", 8, True, ["int8"]), "one of int8, or None"),
+    "speculative": ((None, "ngram"), ("NGRAM", "", 1, True, ["ngram"]), "one of ngram, or None"),
+    "num_speculative_tokens": ((1, 15), (0, 16, 1.5, None), "an integer, from 1 to 15"),
     "auto_switch_to_flash": ((True, False), NOT_BOOLS, "True or False"),
     "seed": ((None, 0, 1, 1 << 40), (-1, *NOT_INTEGERS), "an integer, at least 0, or None"),
     "max_queue_size": ((0, 1, 10**6), (-1, None, *NOT_INTEGERS), "an integer, at least 0"),
@@ -103,6 +105,7 @@ SAMPLING: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "regex": ((None, "a+"), ("", 5, [1]), "a text that is not empty, or None"),
     "grammar": ((None, "start: /a/"), ("", 5, [1]), "a text that is not empty, or None"),
     "choice": (((), ("a", "bc")), ("", [""], 5, [1]), "a text or a list of texts, none of them empty"),
+    "best_of": ((None, 1, 64), (0, 1025, *NOT_INTEGERS), "an integer, from 1 to 1024, or None"),
     "n": ((1, 64), (0, -1, None, *NOT_INTEGERS), "an integer, from 1 to 1024"),
     "logits_processors": (((), (print,)), (5, [5], None), "a list of callables"),
     "processors": (({}, {"min_length": 3}), (5,), "a dict of settings of transformers' GenerationConfig"),
@@ -184,6 +187,7 @@ def test_defaults_are_those_promised() -> None:
         "cpu_group_timeout": 300.0,
         "auto_switch_to_flash": True,
         "max_queue_size": 0,
+        "num_speculative_tokens": 12,
         "drop_unsupported_processors": True,
     }
     for f in dataclasses.fields(config):

@@ -4,7 +4,7 @@ import json
 import re
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -31,6 +31,9 @@ class GrammarCompiler:
     Raises:
         MissingExtraError: llguidance is not installed.
         InvalidValueError: the tokenizer is none that it knows.
+
+    Attributes:
+        stand_in: the token that says "the end" where the model has none that does, and is no part of an answer.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
@@ -41,9 +44,11 @@ class GrammarCompiler:
         self._engine = llguidance
         try:
             text = tokenizer.backend_tokenizer.to_str()
-            # Without an end token it would take id 0 for one: then nothing but the grammar itself ends an answer.
-            eos = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size] or [vocab_size - 1]
-            self._tokens = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
+            eos = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+            # Without an end token it would take id 0 for one. The last token stands in: drawn, it ends an answer.
+            self.stand_in = None if eos else vocab_size - 1
+            self._tokens = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos or [vocab_size - 1])
+            self._special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         except (AttributeError, ValueError) as error:
             raise InvalidValueError(f"structured output cannot work with this model's tokenizer: {error}") from error
         self._num_words = (vocab_size + 31) // 32
@@ -59,6 +64,7 @@ class GrammarCompiler:
             InvalidValueError: it is none, or asks for what cannot be enforced; the message says what.
         """
         name, text = self._text(params)
+        self._refuse_special(name, params)
         with self._lock:
             template = self._kept.get(text)
             if template is None:
@@ -102,6 +108,19 @@ class GrammarCompiler:
         except (ValueError, TypeError, RecursionError) as error:
             name = next(n for n in STRUCTURED if getattr(params, n) not in (None, ()))
             raise InvalidValueError(f"{name} cannot be used: {error}") from error
+
+    def _refuse_special(self, name: str, params: SamplingParams) -> None:
+        """A special token's text, letter by letter, would be taken for the token itself."""
+        given = getattr(params, name)
+        if isinstance(given, Mapping):
+            given = json.dumps(given, ensure_ascii=False)
+        elif not isinstance(given, str):
+            given = "\n".join(given)
+        spelled = [text for text in self._special if text in given.replace("\\", "")]
+        if name == "grammar":  # where it may be named outside of quotes
+            spelled = [text for text in spelled if re.search(f'"[^"\n]*{re.escape(text)}', given)]
+        if spelled:
+            raise InvalidValueError(f"{name} cannot be used: it spells the special token {spelled[0]!r}")
 
     def _compiled(self, name: str, text: str) -> Any:
         matcher = self._engine.LLMatcher(self._tokens, text, log_level=0)

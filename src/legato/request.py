@@ -194,6 +194,8 @@ class Request:
         """
         if self.grammar is not None and (error := self.grammar.accept(token_id)) is not None:
             return "error", error
+        if self.grammar is not None and token_id == self.grammar.compiler.stand_in:
+            return "stop", None
         tokens = [token_id]
         # Where nobody wants to know how likely they are, and nothing else may forbid them, they need not be sampled.
         only_grammar = self.num_logprobs is None and self.edits is None and self.processors is None

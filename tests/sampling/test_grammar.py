@@ -106,6 +106,11 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": r"(a)\1"}, "regex"),
     ({"grammar": "start: undefined"}, "grammar"),
     ({"grammar": "root ::= [0-9"}, "grammar"),
+    ({"json_schema": {"const": "<|im_end|>"}}, "special token"),
+    ({"json_schema": '{"enum": ["a", "<|im_start|>"]}'}, "special token"),
+    ({"regex": r"say <\|im_end\|> now"}, "special token"),
+    ({"choice": ["a", "x<|im_start|>y"]}, "special token"),
+    ({"grammar": 'start: "<|im_end|>"'}, "special token"),
 ]
 
 
@@ -134,8 +139,11 @@ def test_a_grammar_needs_no_end_of_sequence(smollm2: Any, smollm2_tokenizer: Any
     )
     with manager.session():
         output = manager.get_result(manager.add_request([1, 2, 3], max_new_tokens=20, regex="[0-9]{5}"))
+        ids = [manager.add_request([1, 2, 3], max_new_tokens=20, choice=["4", "42", "423"], seed=i) for i in range(8)]
+        chosen = [smollm2_tokenizer.decode(manager.get_result(one).generated_tokens) for one in ids]
     assert output.finish_reason == "stop"
     assert re.fullmatch("[0-9]{5}", smollm2_tokenizer.decode(output.generated_tokens))
+    assert set(chosen) <= {"4", "42", "423"}
 
 
 def test_a_grammar_ends_where_its_request_does(smollm2: Any, smollm2_tokenizer: Any) -> None:

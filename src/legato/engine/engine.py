@@ -349,6 +349,8 @@ class Engine:
             reason, error = request.take(token_id, now)
         except Exception as failure:  # noqa: BLE001 - the tokenizer's, which follows texts and grammars
             reason, error = "error", f"the tokenizer failed: {type(failure).__name__}: {failure}"
+        if len(request.tokens) == num_tokens and logprobs is not None:
+            request.logprobs.pop()  # of a token that is no part of the answer
         self._stats.num_generated_tokens += len(request.tokens) - num_tokens
         if reason is not None:
             return [self._end(request, reason, error)]
