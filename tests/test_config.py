@@ -234,7 +234,7 @@ def test_page_size_gives_no_warning() -> None:
 def test_sampling_params_from_a_mapping() -> None:
     params = SamplingParams.from_mapping({"temperature": 0.5, "top_k": 3})
     assert params == SamplingParams(temperature=0.5, top_k=3)
-    with pytest.raises(ValueError, match=r"'beams'; known ones are bad_words_ids, begin_suppress_tokens, choice"):
+    with pytest.raises(ValueError, match=r"'beams'; known ones are bad_words_ids, begin_suppress_tokens, best_of"):
         SamplingParams.from_mapping({"top_k": 3, "beams": 4})
     with pytest.raises(ValueError, match="top_k=-2"):
         SamplingParams.from_mapping({"top_k": -2})
