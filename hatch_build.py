@@ -28,7 +28,7 @@ LEVELS = {
         "portable": [],
         "avx2": ["-mavx2", "-mfma", "-mtune=haswell"],
         "avx512": AVX512,
-        "amx": [*AVX512, "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
+        "amx": [*AVX512, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", "-mamx-int8"],
     },
     "aarch64": {"portable": []},
 }

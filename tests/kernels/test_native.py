@@ -78,6 +78,22 @@ def test_int8_is_the_product_of_rounded_weights(kernels: NativeKernels, rows: in
     assert (out.double() - expected).abs().max() < bound
 
 
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("depth", "columns"), [(576, 96), (1536, 64), (33, 31), (100, 65)])
+def test_an_int8_row_is_the_same_bits_whatever_is_beside_it(
+    kernels: NativeKernels, depth: int, columns: int, gated: bool
+) -> None:
+    weight, bias, x = randn((1 + gated) * columns, depth, seed=1), randn((1 + gated) * columns, seed=2), randn(70, depth)
+    packed = pack_int8(weight, bias, gated)
+    found = []
+    for way in kernels.ways(packed.kind):
+        for rows in (1, 2, 3, 4, 5, 8, 15, 16, 17, 32, 33, 70):
+            out = new_rows(rows, columns)
+            kernels.multiply(way, x[-rows:], packed, out)
+            found.append(out[-1])
+    assert all(torch.equal(row, found[0]) for row in found)
+
+
 def test_packing_pads_with_zeros() -> None:
     for packed in (
         pack(torch.ones(33, 5), None),

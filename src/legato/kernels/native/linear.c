@@ -182,7 +182,8 @@ EXPORT int64_t legato_linear(Pool *pool, const Linear *of) {
     int64_t threads = num_threads(pool), bytes = 0, copies = 1;
     int64_t line_floats = of->gated ? threads * of->rows * 2 * PANEL : 0;
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-    if (of->by_tiles) {
+    int in_pieces = of->by_tiles || of->kind == LEGATO_INT8;
+    if (in_pieces) {
         bytes = scratch_bytes(of);
         copies = bytes <= OWN_SCRATCH_BYTES ? threads : 1;
     }
@@ -192,9 +193,9 @@ EXPORT int64_t legato_linear(Pool *pool, const Linear *of) {
     Product p = {.of = *of, .threads = threads, .scratch = memory, .lines = (float *)(memory + bytes * copies)};
     if (copies > 1) p.prepared = memset(p.lines + line_floats, 0, threads);
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
-    if (of->by_tiles) {
+    if (in_pieces) {
         p.row_scales = row_scales_in(of, memory);
-        multiply_by_tiles(pool, &p);
+        multiply_in_pieces(pool, &p);
         free(memory);
         return 0;
     }

@@ -15,8 +15,8 @@
 typedef struct {
     Linear of;         /* if gated, `out` is a thread's `lines` while it works */
     int64_t threads;   /* that share the panels */
-    void *scratch;     /* for tiles: x as they take it, `scratch_bytes`, once or once for each thread */
-    float *row_scales; /* [rows], in the scratch, what 1 stands for in a row of x; for LEGATO_INT8 in tiles */
+    void *scratch;     /* x cut in pieces, `scratch_bytes`, once or once for each thread */
+    float *row_scales; /* [rows], in the scratch, what 1 stands for in a row of x; for LEGATO_INT8 in pieces */
     char *prepared;    /* [threads], whether a thread's scratch is filled; NULL if all share one */
     float *lines;      /* [threads][rows][2 × PANEL], what is to be gated */
 } Product;
@@ -24,7 +24,7 @@ typedef struct {
 void multiply_by_vectors(Pool *pool, const Product *p);
 
 /* linear_amx.c */
-void multiply_by_tiles(Pool *pool, const Product *p);
+void multiply_in_pieces(Pool *pool, const Product *p);
 int64_t scratch_bytes(const Linear *of);
 float *row_scales_in(const Linear *of, void *scratch);
 

@@ -2,7 +2,9 @@
 
    bfloat16 weights times float32 activations, as exactly as in float32: a float is the sum of three bfloat16 (its 24
    bits cut in three), products of two bfloat16 are exact in float32, and the tiles add in float32. Three passes of the
-   tile unit still are several times faster than one of the vector units. */
+   tile unit still are several times faster than one of the vector units.
+
+   int8 weights take activations as whole numbers of 16 bits, by tiles or, where rows are few, by vectors. */
 #if defined(__AMX_BF16__) && defined(__AMX_INT8__)
 #include <immintrin.h>
 
@@ -15,6 +17,7 @@
 #define TILE_BYTES 1024
 #define PIECES 3
 #define INT8_PIECES 2
+#define INT8_ROWS 4 /* that vectors take at once */
 #define PIECE 254 /* an upper piece of int8 counts as many as a lower one has values: -127 to 127 */
 #define STEP_LINES 33 /* cache lines of 2 KiB of weights, to be fetched in two, three or four portions */
 #define CHUNK_BYTES (1 << 20) /* of cut activations that all panels meet in turn: they stay in the second-level cache */
@@ -99,14 +102,16 @@ static void cut_tile(const Product *p, int64_t tile) {
     }
 }
 
+/* The first 16 of `count` floats at x, with zeros for what is missing. */
+INLINE __m512 up_to_16(const float *x, int64_t count) {
+    return _mm512_maskz_loadu_ps(count >= 16 ? 0xffff : count > 0 ? (1u << count) - 1 : 0, x);
+}
+
 /* What 1 stands for when the largest of a row is 127 × PIECE, 16 bits in all. */
 static float row_scale(const float *x, int64_t depth) {
-    float most = 0;
-    for (int64_t k = 0; k < depth; k++) {
-        float size = fabsf(x[k]);
-        most = size > most ? size : most;
-    }
-    return most / (127.0f * PIECE);
+    __m512 most = _mm512_setzero_ps();
+    for (int64_t k = 0; k < depth; k += 16) most = _mm512_max_ps(most, _mm512_abs_ps(up_to_16(x + k, depth - k)));
+    return _mm512_reduce_max_ps(most) / (127.0f * PIECE);
 }
 
 /* A row tile of x in whole numbers of 16 bits, in two pieces: [depth / 64][upper, lower][tile rows][64]. */
@@ -120,10 +125,8 @@ static void round_tile(const Product *p, int64_t tile) {
         if (row < p->of.rows) p->row_scales[row] = scale;
         for (int64_t step = 0; step < steps; step++, to += INT8_PIECES * rows * 64)
             for (int64_t k = 0; k < 64; k += 16) {
-                __m512 values = _mm512_setzero_ps();
                 int64_t count = row < p->of.rows ? p->of.depth - step * 64 - k : 0;
-                if (count > 0)
-                    values = _mm512_maskz_loadu_ps(count >= 16 ? 0xffff : (1u << count) - 1, x + step * 64 + k);
+                __m512 values = up_to_16(x + step * 64 + k, count);
                 values = _mm512_roundscale_ps(_mm512_mul_ps(values, _mm512_set1_ps(inverse)), 0);
                 __m512i upper = _mm512_cvtps_epi32(_mm512_mul_ps(values, _mm512_set1_ps(1.0f / PIECE)));
                 __m512i lower = _mm512_sub_epi32(
@@ -231,6 +234,11 @@ static void bfloat16_single(
     }
 }
 
+/* A sum of upper pieces and one of lower ones put together. */
+INLINE vf whole(__m512i upper, __m512i lower) {
+    return (vf)_mm512_fmadd_ps(_mm512_cvtepi32_ps(upper), _mm512_set1_ps(PIECE), _mm512_cvtepi32_ps(lower));
+}
+
 /* The same: sums of the upper and of the lower pieces for each half. */
 static void int8_single(
     const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch fetch) {
@@ -251,12 +259,64 @@ static void int8_single(
     float tile[4][TILE_ROWS][16] __attribute__((aligned(64)));
     store_sums(tile);
     for (int half = 0; half < 2; half++) {
-        for (int r = 0; r < tile_rows(p); r++) {
-            __m512 upper = _mm512_cvtepi32_ps(_mm512_loadu_si512(tile[2 * half][r]));
-            __m512 lower = _mm512_cvtepi32_ps(_mm512_loadu_si512(tile[2 * half + 1][r]));
-            _mm512_storeu_ps(tile[2 * half][r], _mm512_fmadd_ps(upper, _mm512_set1_ps(PIECE), lower));
-        }
+        for (int r = 0; r < tile_rows(p); r++)
+            store(tile[2 * half][r], whole(_mm512_loadu_si512(tile[2 * half][r]), _mm512_loadu_si512(tile[2 * half + 1][r])));
         finish_tile(p, row, column + 16 * half, tile[2 * half]);
+    }
+}
+
+/* As many times the sum of 64 whole numbers of each step. */
+INLINE __m512i minus_128_sums(const char *x, int64_t step_bytes, int64_t steps) {
+    __m512i sums = _mm512_setzero_si512();
+    for (int64_t step = 0; step < steps; step++, x += step_bytes)
+        sums = _mm512_dpbusd_epi32(sums, _mm512_set1_epi8(1), _mm512_loadu_si512(x));
+    return _mm512_set1_epi32(-128 * _mm512_reduce_add_epi32(sums));
+}
+
+/* `rows` rows of a tile × 32 columns by vectors, for rows too few to fill a tile. The sums are whole numbers, so these are
+   the tiles' own, bit by bit: what a request computes does not depend on how many others there are. The instruction wants
+   one side without sign, so 128 is added to the weights, and what that adds is taken off again from the start. */
+INLINE void int8_rows(
+    const Product *p, const char *x, const char *panel, int64_t row, int64_t column, int rows, Fetch fetch) {
+    int64_t steps = padded_depth(LEGATO_INT8, p->of.depth) / 64, piece = tile_rows(p) * 64;
+    __m512i upper[INT8_ROWS][2], lower[INT8_ROWS][2];
+    UNROLL for (int r = 0; r < rows; r++) {
+        upper[r][0] = upper[r][1] = minus_128_sums(x + r * 64, INT8_PIECES * piece, steps);
+        lower[r][0] = lower[r][1] = minus_128_sums(x + piece + r * 64, INT8_PIECES * piece, steps);
+    }
+    for (int64_t step = 0; step < steps; step++, x += INT8_PIECES * piece)
+        for (int four = 0; four < 64; four += 4, panel += 4 * PANEL) {
+            if (four % 8 == 0) FETCH_LINES(fetch, fetch.lines_per_step / 8, _MM_HINT_T0);
+            __m512i w0 = _mm512_xor_si512(_mm512_loadu_si512(panel), _mm512_set1_epi8(-128));
+            __m512i w1 = _mm512_xor_si512(_mm512_loadu_si512(panel + 64), _mm512_set1_epi8(-128));
+            UNROLL for (int r = 0; r < rows; r++) {
+                int32_t high, low;
+                memcpy(&high, x + r * 64 + four, 4);
+                memcpy(&low, x + piece + r * 64 + four, 4);
+                upper[r][0] = _mm512_dpbusd_epi32(upper[r][0], w0, _mm512_set1_epi32(high));
+                upper[r][1] = _mm512_dpbusd_epi32(upper[r][1], w1, _mm512_set1_epi32(high));
+                lower[r][0] = _mm512_dpbusd_epi32(lower[r][0], w0, _mm512_set1_epi32(low));
+                lower[r][1] = _mm512_dpbusd_epi32(lower[r][1], w1, _mm512_set1_epi32(low));
+            }
+        }
+    UNROLL for (int r = 0; r < rows; r++) {
+        float line[PANEL];
+        store(line, whole(upper[r][0], lower[r][0]));
+        store(line + 16, whole(upper[r][1], lower[r][1]));
+        finish_line(p, row + r, column, PANEL, line);
+    }
+}
+
+/* A row tile × 32 columns by vectors. */
+static void int8_vectors(
+    const Product *p, const char *x, const char *panel, int64_t row, int64_t column, Fetch fetch) {
+    int64_t end = lesser(row + TILE_ROWS, p->of.rows);
+    for (; end - row >= INT8_ROWS; row += INT8_ROWS, x += INT8_ROWS * 64, fetch.lines_per_step = 0)
+        int8_rows(p, x, panel, row, column, INT8_ROWS, fetch);
+    switch (end - row) {
+    case 1: int8_rows(p, x, panel, row, column, 1, fetch); break;
+    case 2: int8_rows(p, x, panel, row, column, 2, fetch); break;
+    case 3: int8_rows(p, x, panel, row, column, 3, fetch); break;
     }
 }
 
@@ -268,7 +328,9 @@ static void panel_rows(const Product *p, int64_t panel, int64_t first, int64_t l
     int64_t pass_bytes = padded_depth(p->of.kind, p->of.depth) / (at_once == 1 ? 64 : 32) * fetch.lines_per_step * 64;
     for (int64_t tile = first; tile < last; tile += at_once, x += at_once * x_bytes, fetch.next += pass_bytes) {
         int64_t row = tile * TILE_ROWS;
-        if (p->of.kind == LEGATO_INT8)
+        if (p->of.kind == LEGATO_INT8 && !p->of.by_tiles)
+            int8_vectors(p, x, weights, row, column, fetch);
+        else if (p->of.kind == LEGATO_INT8)
             int8_single(p, x, weights, row, column, fetch);
         else if (tile + 1 < last)
             bfloat16_pair(p, x, x_bytes, weights, row, column, fetch);
@@ -305,7 +367,7 @@ static void tiles_chunk(const void *arguments, int64_t chunk, int64_t thread) {
     int64_t most_tiles = CHUNK_BYTES / x_bytes / 2 * 2;
     if (most_tiles < 2) most_tiles = 2;
     Range panels = panels_of_chunk(p, chunk);
-    configure_tiles(tile_rows(p));
+    if (p->of.by_tiles) configure_tiles(tile_rows(p));
     for (int64_t first = 0; first < row_tiles; first += most_tiles) {
         int64_t last = lesser(first + most_tiles, row_tiles);
         for (int64_t panel = panels.first; panel < panels.end; panel++) {
@@ -314,10 +376,10 @@ static void tiles_chunk(const void *arguments, int64_t chunk, int64_t thread) {
                 gate_rows(p, &own, panel, first * TILE_ROWS, lesser(last * TILE_ROWS, p->of.rows));
         }
     }
-    _tile_release(); /* the system need not save them any more */
+    if (p->of.by_tiles) _tile_release(); /* the system need not save them any more */
 }
 
-void multiply_by_tiles(Pool *pool, const Product *p) {
+void multiply_in_pieces(Pool *pool, const Product *p) {
     if (!p->prepared) run_chunks(pool, tiles_of(p->of.rows, TILE_ROWS), prepare_tile, p);
     run_chunks(pool, num_chunks(p), tiles_chunk, p);
 }

@@ -23,7 +23,7 @@ static int has_avx512(void) {
 
 __attribute__((visibility("default"))) int legato_supported(void) {
 #if defined(LEGATO_AMX)
-    return has_avx512() && has_tiles();
+    return has_avx512() && __builtin_cpu_supports("avx512vnni") && has_tiles();
 #elif defined(LEGATO_AVX512)
     return has_avx512();
 #elif defined(LEGATO_AVX2)
