@@ -15,6 +15,7 @@ from legato.filters import Filters
 from legato.kernels.choose import VARIABLE
 from legato.kernels.library import LEVELS, load_library
 from legato.kernels.sampling import NativeSampler, native_sampler
+from tests.kernels.race import head_starts, key_for
 
 # Around a vector, a block and several of them; the last is more than top-p looks at before it takes all.
 VOCAB_SIZES = [1, 2, 3, 7, 15, 16, 17, 63, 100, 255, 256, 257, 511, 1000, 9000]
@@ -63,13 +64,13 @@ def filters_of(settings: list[Settings]) -> Filters:
 
 
 def draw(
-    sampler: NativeSampler | None, logits: Tensor, settings: list[Settings], uniforms: NDArray[np.float64]
+    sampler: NativeSampler | None, logits: Tensor, settings: list[Settings], keys: NDArray[np.uint64]
 ) -> tuple[list[int], list[float]]:
     """Tokens and log-probabilities; by the twin if there is no sampler."""
     draw_by = draw_with_torch if sampler is None else sampler.sample
     wanted = np.ones(len(settings), np.bool_)
-    tokens, logprobs = draw_by(logits, filters_of(settings), uniforms, wanted)
-    alone, _ = draw_by(logits, filters_of(settings), uniforms, ~wanted)
+    tokens, logprobs = draw_by(logits, filters_of(settings), keys, wanted)
+    alone, _ = draw_by(logits, filters_of(settings), keys, ~wanted)
     assert alone.tolist() == tokens.tolist()
     return tokens.tolist(), logprobs.tolist()
 
@@ -134,71 +135,74 @@ def keep_typical(masses: NDArray[np.float64], scores: NDArray[np.float32], typic
     masses[some[distances > distances[order[min(reached, len(some) - 1)]]]] = 0
 
 
-def is_right(logits: NDArray[np.float32], settings: Settings, uniform: float, token: int, logprob: float) -> bool:
-    """Whether these may give that token with that log-probability; a rounding from a boundary both sides are right."""
+def is_right(logits: NDArray[np.float32], settings: Settings, key: int, token: int, logprob: float) -> bool:
+    """Whether these may give that token with that log-probability; a rounding from a border both sides are right."""
     if not settings.temperature:
         exact = logits.astype(np.float64) - logits.max()
         return token == logits.argmax() and bool(np.isclose(logprob, -np.log(np.exp(exact).sum()), rtol=0, atol=2e-6))
+    starts = head_starts(key, len(logits))
     for off in (0.0, -ROUNDING, ROUNDING):
         masses = kept_masses(logits, settings, off)
-        cumulative, total = np.cumsum(masses), masses.sum()
-        begins, ends = (cumulative[token] - masses[token]) / total, cumulative[token] / total
-        expected = np.log(masses[token] / total) if masses[token] else np.inf
-        if begins - ROUNDING <= uniform <= ends + ROUNDING and abs(logprob - expected) < 1e-5:
+        with np.errstate(divide="ignore"):
+            logprobs = np.log(masses / masses.sum())
+        reached = logprobs + starts
+        if reached[token] >= reached.max() - 1e-5 and abs(logprob - logprobs[token]) < 1e-5:
             return True
     return False
 
 
-def cases(seed: int) -> Iterator[tuple[Tensor, list[Settings], NDArray[np.float64]]]:
+def some_keys(rng: np.random.Generator, count: int) -> NDArray[np.uint64]:
+    return rng.integers(2**64, size=count, dtype=np.uint64)
+
+
+def cases(seed: int) -> Iterator[tuple[Tensor, list[Settings], NDArray[np.uint64]]]:
     """For every size some rows, each with settings of its own."""
     rng = np.random.default_rng(seed)
     for vocab_size in VOCAB_SIZES:
         rows = 60 if vocab_size < 5000 else 25
         logits = torch.from_numpy(np.stack([random_logits(rng, vocab_size) for _ in range(rows)]))
-        uniforms = rng.random(rows)
-        uniforms[:2] = 0, 1 - 2.0**-53
-        yield logits, [random_settings(rng, vocab_size) for _ in range(rows)], uniforms
+        keys = some_keys(rng, rows)
+        keys[:2] = 0, 2**64 - 1
+        yield logits, [random_settings(rng, vocab_size) for _ in range(rows)], keys
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_tokens_and_logprobs_are_those_of_float64(sampler: NativeSampler, seed: int) -> None:
-    for logits, settings, uniforms in cases(seed):
-        tokens, logprobs = draw(sampler, logits, settings, uniforms)
+    for logits, settings, keys in cases(seed):
+        tokens, logprobs = draw(sampler, logits, settings, keys)
         for i, row in enumerate(logits.numpy()):
-            assert is_right(row, settings[i], uniforms[i], tokens[i], logprobs[i]), (
-                f"row {i} of {len(row)}: {settings[i]}, {uniforms[i]} gave {tokens[i]} with {logprobs[i]}"
+            assert is_right(row, settings[i], keys[i], tokens[i], logprobs[i]), (
+                f"row {i} of {len(row)}: {settings[i]}, {keys[i]} gave {tokens[i]} with {logprobs[i]}"
             )
 
 
 @pytest.mark.parametrize("seed", range(100, 105))
 def test_the_twin_draws_the_same_tokens(sampler: NativeSampler, seed: int) -> None:
-    for logits, settings, uniforms in cases(seed):
-        tokens, logprobs = draw(sampler, logits, settings, uniforms)
-        expected, expected_logprobs = draw(None, logits, settings, uniforms)
+    for logits, settings, keys in cases(seed):
+        tokens, logprobs = draw(sampler, logits, settings, keys)
+        expected, expected_logprobs = draw(None, logits, settings, keys)
         assert tokens == expected
         np.testing.assert_allclose(logprobs, expected_logprobs, rtol=0, atol=2e-6)
 
 
 @pytest.mark.parametrize("seed", range(30))
-def test_every_token_that_is_kept_comes_in_its_turn(sampler: NativeSampler, seed: int) -> None:
-    """In the vocabulary's order, for the random numbers in the middle of what each is worth."""
+def test_every_token_that_is_kept_can_come(sampler: NativeSampler, seed: int) -> None:
     rng = np.random.default_rng(seed)
     vocab_size = int(rng.choice([40, 300, 700]))
     logits = random_logits(rng, vocab_size)
     settings = Settings(float(rng.choice(TEMPERATURES[1:])), int(rng.choice([0, 3, 60])), float(rng.choice(TOP_PS)))
     masses = kept_masses(logits, settings)
-    cumulative = np.cumsum(masses) / masses.sum()
-    (tokens,) = np.nonzero(masses > 10 * ROUNDING * masses.sum())
-    uniforms = np.clip(cumulative - masses / masses.sum() / 2, 0, 1 - 2.0**-53)[tokens]
+    (tokens,) = np.nonzero(masses > 1e-3 * masses.sum())
+    keys = np.array([key_for(token) for token in tokens.tolist()])
     for which in (sampler, None):
-        drawn, _ = draw(which, torch.from_numpy(logits).expand(len(tokens), -1), [settings] * len(tokens), uniforms)
+        drawn, _ = draw(which, torch.from_numpy(logits).expand(len(tokens), -1), [settings] * len(tokens), keys)
         assert drawn == tokens.tolist(), settings
 
 
 def kept_by(sampler: NativeSampler | None, logits: Tensor, settings: Settings) -> set[int]:
-    """The tokens that come for a thousand random numbers, evenly spread."""
-    uniforms = (np.arange(1000) + 0.5) / 1000
-    return set(draw(sampler, logits.expand(1000, -1), [settings] * 1000, uniforms)[0])
+    """The tokens that come when each in turn has a head start over all others."""
+    keys = np.array([key_for(token) for token in range(len(logits))])
+    return set(draw(sampler, logits.expand(len(keys), -1), [settings] * len(keys), keys)[0])
 
 
 def test_ties_at_the_cut(sampler: NativeSampler) -> None:
@@ -224,14 +228,6 @@ def test_a_token_is_dropped_once_those_before_it_have_reached_top_p(sampler: Nat
         assert kept_by(which, logits, Settings()) == set(range(vocab_size))
 
 
-@pytest.mark.parametrize("settings", [Settings(), Settings(top_k=2000), Settings(top_p=0.9999999)], ids=str)
-def test_a_draw_on_a_boundary_takes_the_token_after_it(sampler: NativeSampler, settings: Settings) -> None:
-    uniforms = np.arange(1024) / 1024
-    for which in (sampler, None):
-        tokens, _ = draw(which, torch.zeros(1024).expand(1024, -1), [settings] * 1024, uniforms)
-        assert tokens == list(range(1024))
-
-
 @pytest.mark.parametrize("settings", [Settings(), Settings(top_k=4)], ids=str)
 @pytest.mark.parametrize("places", [[0, 1, 2, 3], [10, 20, 300, 301], [5, 300, 600, 900]], ids=str)
 def test_tokens_far_rarer_than_a_float32_resolves_are_told_apart(
@@ -239,9 +235,11 @@ def test_tokens_far_rarer_than_a_float32_resolves_are_told_apart(
 ) -> None:
     logits = torch.full((1000,), -torch.inf)
     logits[places] = torch.tensor([0.0] + [float(np.log(1e-9))] * 3)
-    uniforms = 1 - np.array([2.5e-9, 1.5e-9, 0.5e-9])
-    for which in (sampler, None):
-        assert draw(which, logits.expand(3, -1), [settings] * 3, uniforms)[0] == places[1:]
+    for place in places[1:]:
+        keys = (key_for(place, high) for high in range(100))
+        key = next(key for key in keys if head_starts(int(key), 1000)[places[0]] < 1)
+        for which in (sampler, None):
+            assert draw(which, logits.expand(1, -1), [settings], np.array([key]))[0] == [place]
 
 
 def test_a_flat_distribution_is_searched_to_its_end(sampler: NativeSampler) -> None:
@@ -250,9 +248,10 @@ def test_a_flat_distribution_is_searched_to_its_end(sampler: NativeSampler) -> N
     for settings in (Settings(top_p=0.99), Settings(top_k=49_000), Settings(top_k=30_000, top_p=0.7)):
         masses = kept_masses(logits.numpy(), settings)
         (kept,) = np.nonzero(masses)
-        uniforms = np.array([0.0, 1 - 1e-9])
-        tokens, logprobs = draw(sampler, logits.expand(2, -1), [settings] * 2, uniforms)
-        assert tokens == [kept[0], kept[-1]]
+        (left_out,) = np.nonzero(masses == 0)
+        keys = np.array([key_for(int(token)) for token in (kept[0], kept[-1], left_out[0])])
+        tokens, logprobs = draw(sampler, logits.expand(3, -1), [settings] * 3, keys)
+        assert tokens[:2] == [kept[0], kept[-1]] and masses[tokens[2]] > 0
         np.testing.assert_allclose(logprobs, np.log(masses[tokens] / masses.sum()), rtol=0, atol=1e-5)
 
 
@@ -260,11 +259,11 @@ def test_rows_lie_anywhere(sampler: NativeSampler) -> None:
     """As columns of something wider, all the same, back to back, transposed."""
     rng = np.random.default_rng(0)
     wide = torch.from_numpy(rng.normal(size=(20, 411)).astype(np.float32))
-    settings, uniforms = [random_settings(rng, 300) for _ in range(20)], rng.random(20)
+    settings, keys = [random_settings(rng, 300) for _ in range(20)], some_keys(rng, 20)
     for logits in (wide[:, 5:305], wide[:1, 7:307].expand(20, -1), wide[::2, 100:400], wide[:, :20].T.expand(20, 20)):
         rows = len(logits)
-        expected = draw(sampler, logits.contiguous().clone(), settings[:rows], uniforms[:rows])
-        assert draw(sampler, logits, settings[:rows], uniforms[:rows]) == expected
+        expected = draw(sampler, logits.contiguous().clone(), settings[:rows], keys[:rows])
+        assert draw(sampler, logits, settings[:rows], keys[:rows]) == expected
         assert sampler.argmax(logits).tolist() == logits.argmax(dim=-1).tolist()
 
 
@@ -283,8 +282,8 @@ def test_a_largest_logit_that_is_no_number_is_taken(sampler: NativeSampler, larg
     logits[5] = 0.0
     settings = [Settings(0.0), Settings(), Settings(top_k=3), Settings(top_p=0.5), Settings(1.5, 9, 0.9), Settings()]
     for which in (sampler, None):
-        tokens, logprobs = draw(which, logits, settings, np.full(6, 0.5))
-        assert tokens == [300 if largest > 0 or largest != largest else 0] * 5 + [350]
+        tokens, logprobs = draw(which, logits, settings, np.full(6, 5, np.uint64))
+        assert tokens == [300 if largest > 0 or largest != largest else 0] * 5 + [head_starts(5, 700).argmax()]
         assert np.isnan(logprobs[:5]).all() and np.isfinite(logprobs[5])
 
 
@@ -304,7 +303,7 @@ def test_argmax_is_that_of_torch(sampler: NativeSampler, vocab_size: int) -> Non
 def test_no_rows_give_no_tokens(sampler: NativeSampler) -> None:
     logits = torch.zeros(0, 50)
     assert len(sampler.argmax(logits)) == 0
-    assert draw(sampler, logits, [], np.zeros(0)) == ([], [])
+    assert draw(sampler, logits, [], np.zeros(0, np.uint64)) == ([], [])
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -312,17 +311,17 @@ def test_threads_change_nothing(level: str, threads: int) -> None:
     """Neither those that share the work nor those that ask at the same time."""
     rng = np.random.default_rng(5)
     logits = torch.from_numpy(rng.normal(size=(90, 20_000)).astype(np.float32)) * 3
-    settings, uniforms = [random_settings(rng, 20_000) for _ in range(90)], rng.random(90)
+    settings, keys = [random_settings(rng, 20_000) for _ in range(90)], some_keys(rng, 90)
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(threads)
         sampler = new_sampler(level)
     finally:
         torch.set_num_threads(before)
-    alone = [draw(sampler, logits[i : i + 1], settings[i : i + 1], uniforms[i : i + 1]) for i in range(90)]
+    alone = [draw(sampler, logits[i : i + 1], settings[i : i + 1], keys[i : i + 1]) for i in range(90)]
     expected = [token for (token,), _ in alone], [logprob for _, (logprob,) in alone]
     with ThreadPoolExecutor(3) as callers:
-        for result in callers.map(lambda _: draw(sampler, logits, settings, uniforms), range(3)):
+        for result in callers.map(lambda _: draw(sampler, logits, settings, keys), range(3)):
             assert result == expected
     assert sampler.argmax(logits).tolist() == logits.argmax(dim=-1).tolist()
 
@@ -332,13 +331,3 @@ def test_the_sampler_is_loaded_once_and_is_the_one_asked_for(monkeypatch: pytest
     for level, there in (("torch", False), ("portable", load_library(("portable",)) is not None)):
         monkeypatch.setenv(VARIABLE, level)
         assert (native_sampler() is not None) == there
-
-
-def test_the_last_random_number_gives_the_last_token(sampler: NativeSampler) -> None:
-    """However the sums are rounded, of a block's masses and of all."""
-    logits = torch.randn(500, 600, generator=torch.Generator().manual_seed(2))
-    logits[:, 570:] = -torch.inf
-    for settings in (Settings(), Settings(top_k=550)):
-        tokens, _ = draw(sampler, logits, [settings] * 500, np.full(500, 1 - 2.0**-53))
-        for row, token in zip(logits.numpy(), tokens, strict=True):
-            assert token == np.flatnonzero(kept_masses(row, settings))[-1]

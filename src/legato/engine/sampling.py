@@ -1,5 +1,6 @@
 """From logits to tokens, each row by its own parameters."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from legato.kernels.sampling import native_sampler
 from legato.request import TokenLogprobs
 
 _LOWEST = -87.0  # no token with a lower score is ever drawn: e^-87 is about the smallest number of float32
-_TYPICAL_ROWS = 16  # at once: they take twice the memory that other filters do
+_ROWS_AT_ONCE = 16  # of what takes several times the logits' memory
 
 
 def finish_pass(logits: Tensor, batch: Batch) -> StepResult:
@@ -101,19 +102,16 @@ def draw(logits: Tensor, sampling: SamplingBatch) -> tuple[NDArray[np.int64], ND
     if sampling.all_greedy and not wants_logprob.any():
         likeliest = logits.argmax(dim=-1).cpu().numpy() if native is None else native.argmax(logits)
         return likeliest, np.empty(0)
-    uniforms = uniform(sampling.seed, sampling.position)
+    keys = random_keys(sampling.seed, sampling.position)
     if native is not None:
-        return native.sample(logits, sampling.filters, uniforms, wants_logprob)
-    return draw_with_torch(logits, sampling.filters, uniforms, wants_logprob)
+        return native.sample(logits, sampling.filters, keys, wants_logprob)
+    return draw_with_torch(logits, sampling.filters, keys, wants_logprob)
 
 
 def draw_with_torch(
-    logits: Tensor, filters: Filters, uniforms: NDArray[np.float64], wants_logprob: NDArray[np.bool_]
+    logits: Tensor, filters: Filters, keys: NDArray[np.uint64], wants_logprob: NDArray[np.bool_]
 ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """The twin of `NativeSampler.sample`, for any device.
-
-    Both draw in the vocabulary's order, so that a seed gives the same tokens by either.
-    """
+    """The twin of `NativeSampler.sample`, for any device: a seed gives the same tokens by either."""
     token_ids = logits.argmax(dim=-1)
     logprobs = torch.full((len(logits),), torch.nan, dtype=torch.float64, device=logits.device)
     greedy = filters.temperature == 0
@@ -122,17 +120,46 @@ def draw_with_torch(
         some = logits[_on(rows, logits)]
         largest = some.amax(dim=-1, keepdim=True)
         scores = filtered_scores(some, filters[rows])
-        # float64: a float32 sum over a large vocabulary would round the unlikely tokens away.
-        cumulative = scores.double().exp_().cumsum_(dim=-1)
-        total = cumulative[:, -1:].clone()
-        target = _column(uniforms[rows], logits) * total  # below the total, also once rounded
-        drawn = torch.searchsorted(cumulative, target, right=True)
+        drawn = torch.cat([_race(*part) for part in _in_parts(scores, _on(keys[rows].view(np.int64), logits))])
         takes_largest = _column(greedy[rows], logits) | ~largest.isfinite()
         some_rows = _on(rows, logits)
         chosen = torch.where(takes_largest, token_ids[some_rows, None], drawn)
         token_ids[some_rows] = chosen[:, 0]
-        logprobs[some_rows] = (scores.gather(1, chosen).double() - total.log())[:, 0]
+        # float64: a float32 sum over a large vocabulary would round the unlikely tokens away.
+        logprobs[some_rows] = scores.gather(1, chosen).double()[:, 0] - scores.double().logsumexp(dim=-1)
     return token_ids.cpu().numpy(), logprobs.cpu().numpy()
+
+
+def _in_parts(scores: Tensor, keys: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    return zip(scores.split(_ROWS_AT_ONCE), keys.split(_ROWS_AT_ONCE), strict=True)
+
+
+def _race(scores: Tensor, keys: Tensor) -> Tensor:
+    """The token of each row, [rows, 1], that comes first when each token's time is exponentially distributed.
+
+    It is the faster the likelier it is, so that each wins as often as its probability says (Gumbel's trick). As every
+    token has a random number of its own, a rounding of one logit does not move the others: see native/sampling.c.
+
+    Args:
+        scores: float32 [rows, vocabulary], -inf for what cannot win.
+        keys: int64 [rows].
+    """
+    u = (
+        _random_bits(keys[:, None], torch.arange(scores.shape[1], device=scores.device))
+        .double()
+        .add_(0.5)
+        .mul_(2.0**-32)
+    )
+    return u.neg_().log1p_().neg_().log_().neg_().add_(scores).argmax(dim=-1, keepdim=True)
+
+
+def _random_bits(keys: Tensor, tokens: Tensor) -> Tensor:
+    """32 for each token, as whole numbers in int64; multipliers of Wellons' `lowbias32`."""
+    mask = 0xFFFFFFFF
+    x = (tokens * 0x9E3779B9 + (keys & mask)) & mask
+    x = (x ^ x >> 16) * 0x7FEB352D & mask ^ (keys >> 32 & mask)
+    x = (x ^ x >> 15) * 0x846CA68B & mask
+    return x ^ x >> 16
 
 
 def filtered_scores(logits: Tensor, filters: Filters) -> Tensor:
@@ -151,7 +178,7 @@ def filtered_scores(logits: Tensor, filters: Filters) -> Tensor:
         scores.masked_fill_(scores < _column(np.log(np.maximum(min_p, 1e-38)), scores), -torch.inf)
     if (typical_p < 1).any():
         typical = np.flatnonzero(typical_p < 1)
-        for rows in np.array_split(typical, -(-len(typical) // _TYPICAL_ROWS)):
+        for rows in np.array_split(typical, -(-len(typical) // _ROWS_AT_ONCE)):
             some = _on(rows, scores)
             scores[some] = _keep_typical(scores[some], _column(typical_p[rows], scores))
     return scores
@@ -228,8 +255,8 @@ def _column(values: NDArray, like: Tensor) -> Tensor:
     return _on(values, like)[:, None]
 
 
-def uniform(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.float64]:
-    """A random number in [0, 1) that depends on the seed and the position alone.
+def random_keys(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np.uint64]:
+    """Random numbers of 64 bits, each of which depends on its seed and position alone.
 
     So a request's tokens depend neither on its batch-mates nor on what was recomputed. SplitMix64 (Steele, Lea and
     Flood, "Fast splittable pseudorandom number generators", 2014): the position-th output of the generator that
@@ -237,7 +264,7 @@ def uniform(seed: NDArray[np.uint64], position: NDArray[np.int64]) -> NDArray[np
     """
     with np.errstate(over="ignore"):
         state = _mix(seed) + (position.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        return (_mix(state) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+        return _mix(state)
 
 
 def _mix(z: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -65,7 +65,7 @@ class Sampling(Structure):
 
     _fields_ = (
         ("logits", _P), ("stride", _I), ("rows", _I), ("vocab", _I), ("temperature", _P), ("top_k", _P), ("top_p", _P),
-        ("min_p", _P), ("typical_p", _P), ("uniforms", _P), ("wants_logprob", _P), ("tokens", _P), ("logprobs", _P),
+        ("min_p", _P), ("typical_p", _P), ("keys", _P), ("wants_logprob", _P), ("tokens", _P), ("logprobs", _P),
     )  # fmt: skip
 
 

@@ -40,14 +40,14 @@ class NativeSampler:
         return tokens
 
     def sample(
-        self, logits: Tensor, filters: Filters, uniforms: NDArray[np.float64], wants_logprob: NDArray[np.bool_]
+        self, logits: Tensor, filters: Filters, keys: NDArray[np.uint64], wants_logprob: NDArray[np.bool_]
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """A token for each row, and its log-probability after temperature and filters where it is wanted.
 
         Args:
             logits: float32 [rows, vocabulary] on the CPU.
             filters: of the rows.
-            uniforms: each row's random number in [0, 1).
+            keys: each row's random number.
             wants_logprob: of each row.
         """
         logits = _rows_of(logits)
@@ -57,7 +57,7 @@ class NativeSampler:
             np.ascontiguousarray(values, dtype)
             for values, dtype in (
                 (filters.temperature, np.float32), (filters.top_k, np.int64), (filters.top_p, np.float32),
-                (filters.min_p, np.float32), (filters.typical_p, np.float32), (uniforms, np.float64),
+                (filters.min_p, np.float32), (filters.typical_p, np.float32), (keys, np.uint64),
                 (wants_logprob, np.uint8), (tokens, np.int64), (logprobs, np.float64),
             )
         ]  # fmt: skip

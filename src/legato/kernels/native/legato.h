@@ -93,7 +93,7 @@ typedef struct {
     int64_t *tokens; /* [rows] */
 } Argmax;
 
-/* A token for each row, drawn in the vocabulary's order by a random number in [0, 1). The filters follow one another as
+/* A token for each row, drawn by a random key. The filters follow one another as
    they are listed. A temperature of 0 takes the likeliest token and none of them, and so does a row whose largest logit is
    no finite number. */
 typedef struct {
@@ -102,7 +102,7 @@ typedef struct {
     const float *temperature;                 /* [rows], as all below */
     const int64_t *top_k;                     /* 0: none */
     const float *top_p, *min_p, *typical_p;   /* 1, 0 and 1: none */
-    const double *uniforms;
+    const uint64_t *keys;
     const uint8_t *wants_logprob;
     int64_t *tokens;
     double *logprobs; /* after temperature and filters, of the rows that want it; NaN where there is nothing to compute with */

@@ -4,7 +4,12 @@
    A row goes by in blocks. Their largest logits, found in one pass, say where the likely tokens can be: filters look at
    a few candidates in the blocks that reach high enough, and at more only where these do not suffice. What a filter
    keeps is a cut in the scores: all above it and the first few that equal it. So tokens that tie need no order of their
-   own, and the draw goes through the kept ones in the vocabulary's order. */
+   own.
+
+   What is kept runs a race: each token's time is exponentially distributed, by a random number of its own, and the faster
+   the likelier it is; the first one is drawn, each as often as its probability says (the Gumbel-max trick). Unlike one number
+   that is looked up in the summed probabilities, a rounding of one logit moves that token alone and not the borders
+   of all behind it: so a request's tokens stay the same where batch-mates change how its logits are rounded. */
 #include <stdlib.h>
 
 #include "legato.h"
@@ -20,6 +25,8 @@
 #define LOWEST (-87.0f) /* below this score vexp is 0: such a token is never drawn */
 #define FIRST_CANDIDATES 32 /* how many top-p tries first, and by what factor it tries more */
 #define MORE_CANDIDATES 8
+#define HEAD_START 23.0f /* more than a random number can add to a score */
+#define BOUND_ERROR 1e-4f /* more than rounding takes off a bound, of scores above LOWEST */
 
 typedef float vhalf __attribute__((vector_size(2 * LANES)));
 typedef double vd __attribute__((vector_size(4 * LANES)));
@@ -54,6 +61,17 @@ INLINE int64_t pack_lanes(vf v, vi wanted, void *out) {
         count -= wanted[i];
     }
     return count;
+#endif
+}
+
+INLINE int any_lane(vi wanted) {
+#if defined(__AVX512F__)
+    return _mm512_movepi32_mask((__m512i)wanted) != 0;
+#else
+    int64_t pairs[LANES / 2], any = 0;
+    memcpy(pairs, &wanted, sizeof pairs);
+    for (int i = 0; i < LANES / 2; i++) any |= pairs[i];
+    return any != 0;
 #endif
 }
 
@@ -133,7 +151,6 @@ EXPORT int64_t legato_argmax(Pool *pool, const Argmax *a) {
 /* Memory of a thread. */
 typedef struct {
     float *tops;    /* [blocks] the largest logit of each, then its score */
-    double *sums;   /* [blocks] the mass of each */
     int32_t *token; /* [vocab] candidates, in the vocabulary's order */
     float *score;   /* [vocab] theirs */
     float *work[2]; /* [vocab] each */
@@ -178,39 +195,15 @@ INLINE double weigh(const float *scores, int64_t count, float *masses) {
     return total;
 }
 
-static double weigh_block(const Row *row, int64_t block, float *masses) {
+/* The mass of all tokens. */
+static double weigh_row(const Row *row) {
     float spare[BLOCK], scores[BLOCK];
-    score_all(row, block_of(row, block, spare), BLOCK, scores);
-    return weigh(scores, BLOCK, masses);
-}
-
-/* The mass of all tokens, and of each block in `sums`. */
-static double weigh_row(const Row *row, double *sums) {
-    float masses[BLOCK];
     double total = 0;
-    for (int64_t b = 0; b < row->blocks; b++) total += sums[b] = weigh_block(row, b, masses);
-    return total;
-}
-
-/* The block in which the masses from the first on pass the target; those of the blocks before it are taken off that. */
-static int64_t find_block(const double *sums, int64_t blocks, double *target) {
-    double before = 0;
-    int64_t block = 0;
-    for (; block < blocks - 1 && before + sums[block] <= *target; block++) before += sums[block];
-    *target -= before;
-    return block;
-}
-
-/* The first whose mass passes the target. One by one they may sum up to a rounding less than the block's sum did: then
-   the last that has a mass. */
-static int64_t find_in_block(const float *masses, int64_t count, double target) {
-    double total = 0;
-    int64_t last = 0;
-    for (int64_t i = 0; i < count && total <= target; i++) {
-        if (masses[i] > 0) last = i;
-        total += masses[i];
+    for (int64_t b = 0; b < row->blocks; b++) {
+        score_all(row, block_of(row, b, spare), BLOCK, scores);
+        total += weigh(scores, BLOCK, NULL);
     }
-    return last;
+    return total;
 }
 
 #define ALL INT64_MAX
@@ -336,7 +329,7 @@ static int64_t keep_top_k(const Row *row, const Scratch *s, int64_t top_k) {
 }
 
 static int64_t keep_top_p(const Row *row, const Scratch *s, float top_p) {
-    double limit = top_p * weigh_row(row, s->sums);
+    double limit = top_p * weigh_row(row);
     int64_t candidates = FIRST_CANDIDATES, count;
     for (;; candidates *= MORE_CANDIDATES) {
         float floor = floor_for(row, s, candidates);
@@ -405,28 +398,67 @@ typedef struct {
     double logprob;
 } Drawn;
 
-static Drawn draw_candidate(const Scratch *s, int64_t count, double uniform) {
-    int64_t blocks = blocks_of(count);
-    double total = 0;
-    for (int64_t b = 0; b < blocks; b++) {
-        int64_t size = b < blocks - 1 ? BLOCK : count - b * BLOCK;
-        total += s->sums[b] = weigh(s->score + b * BLOCK, size, s->work[0] + b * BLOCK);
-    }
-    double target = uniform * total; /* below the total, also once rounded: a uniform is at most 1 - 2^-53 */
-    int64_t first = find_block(s->sums, blocks, &target) * BLOCK;
-    int64_t size = count - first < BLOCK ? count - first : BLOCK;
-    int64_t drawn = first + find_in_block(s->work[0] + first, size, target);
-    return (Drawn){s->token[drawn], s->score[drawn] - log(total)};
+/* Who is ahead. */
+typedef struct {
+    uint64_t key; /* the row's */
+    double best;  /* a score plus what its random number adds */
+    float bar;    /* what a bound of that must reach: `best`, less what rounding may take off */
+    float score;
+    int64_t token;
+} Race;
+
+/* 32 random bits for each token. The multipliers are those of Wellons' `lowbias32`. */
+INLINE vu random_bits(uint64_t key, vu token) {
+    vu x = token * 0x9e3779b9u + (uint32_t)key;
+    x = (x ^ x >> 16) * 0x7feb352du ^ (uint32_t)(key >> 32);
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
 }
 
-static Drawn draw_from_all(const Row *row, const Scratch *s, double uniform) {
-    float masses[BLOCK];
-    double total = weigh_row(row, s->sums);
-    double target = uniform * total; /* below the total, also once rounded: a uniform is at most 1 - 2^-53 */
-    int64_t block = find_block(s->sums, row->blocks, &target);
-    weigh_block(row, block, masses);
-    int64_t token = block * BLOCK + find_in_block(masses, BLOCK, target);
-    return (Drawn){token, (row->logits[token] - row->top) / row->temperature - log(total)};
+/* The logarithm of an exponentially distributed number's inverse. */
+INLINE double head_start(uint32_t bits) { return -log(-log1p(-(bits + 0.5) * 0x1p-32)); }
+
+static void run_lanes(Race *race, vf scores, vu tokens, vu bits) {
+    for (int i = 0; i < LANES; i++) {
+        double reached = scores[i] + head_start(bits[i]);
+        if (!(reached > race->best)) continue;
+        race->best = reached, race->bar = (float)reached - BOUND_ERROR;
+        race->score = scores[i], race->token = tokens[i];
+    }
+}
+
+/* No more than LANES tokens run. Hardly ever does one come close enough to the best to need logarithms: with u in
+   (0, 1), -log(-log(1 - u)) is at most -log u, and the bits of a float are a little below the logarithm of it. */
+INLINE void run_tokens(Race *race, vf scores, vu tokens) {
+    vu bits = random_bits(race->key, tokens);
+    vf u = __builtin_convertvector((vi)(bits >> 8), vf);
+    vf log2_u = __builtin_convertvector((vi)u, vf) * 0x1p-23f - (127.0f + 24.0f);
+    if (any_lane(scores - log2_u * 0.693147182f >= splat(race->bar))) run_lanes(race, scores, tokens, bits);
+}
+
+static Race new_race(uint64_t key) { return (Race){.key = key, .best = -INFINITY, .bar = -INFINITY}; }
+
+static Drawn draw_candidate(const Scratch *s, int64_t count, uint64_t key, int with_logprob) {
+    Race race = new_race(key);
+    for (int64_t i = 0; i < count; i += LANES) {
+        vf scores = load(s->score + i);
+        if (count - i < LANES) scores = pick(lane_numbers() < (int32_t)(count - i), scores, splat(-INFINITY));
+        run_tokens(&race, scores, load_u32(s->token + i));
+    }
+    return (Drawn){race.token, race.score - (with_logprob ? log(weigh(s->score, count, NULL)) : 0)};
+}
+
+static Drawn draw_from_all(const Row *row, const Scratch *s, int64_t likeliest, uint64_t key, int with_logprob) {
+    float spare[BLOCK], scores[BLOCK];
+    Race race = new_race(key);
+    run_tokens(&race, pick(lane_numbers() < 1, splat(0), splat(-INFINITY)), (vu)(lane_numbers() + (int32_t)likeliest));
+    for (int64_t b = 0; b < row->blocks; b++) {
+        if ((s->tops[b] - row->top) / row->temperature + HEAD_START < race.bar) continue;
+        score_all(row, block_of(row, b, spare), BLOCK, scores);
+        for (int64_t i = 0; i < BLOCK; i += LANES)
+            run_tokens(&race, load(scores + i), (vu)(lane_numbers() + (int32_t)(b * BLOCK + i)));
+    }
+    return (Drawn){race.token, race.score - (with_logprob ? log(weigh_row(row)) : 0)};
 }
 
 /* Of one row. */
@@ -435,7 +467,7 @@ typedef struct {
     int64_t top_k;
 } Filters;
 
-static Drawn draw_filtered(const Row *row, const Scratch *s, const Filters *f, double uniform) {
+static Drawn draw_filtered(const Row *row, const Scratch *s, const Filters *f, uint64_t key, int with_logprob) {
     float floor = f->min_p > 0 ? fmaxf(logf(f->min_p), LOWEST) : LOWEST;
     int64_t count;
     score_all(row, s->tops, row->blocks, s->tops);
@@ -452,34 +484,32 @@ static Drawn draw_filtered(const Row *row, const Scratch *s, const Filters *f, d
     }
     if (f->min_p > 0) count = keep(s, count, (Cut){floor, ALL});
     if (f->typical_p < 1) count = keep_typical(s, count, f->typical_p);
-    return draw_candidate(s, count, uniform);
+    return draw_candidate(s, count, key, with_logprob);
 }
 
-static Drawn sample_row(Row row, const Scratch *s, Filters f, double uniform, int with_logprob) {
+static Drawn sample_row(Row row, const Scratch *s, Filters f, uint64_t key, int with_logprob) {
     int64_t block;
     row.temperature = f.temperature > 0 ? f.temperature : 1;
     row.top = find_top(&row, s->tops, &block);
-    if (!isfinite(row.top)) /* nothing to compute with */
-        return (Drawn){first_token(&row, block, row.top), NAN};
+    int64_t likeliest = first_token(&row, block, row.top);
+    if (!isfinite(row.top)) return (Drawn){likeliest, NAN}; /* nothing to compute with */
     if (f.top_k >= row.vocab) f.top_k = 0;
     if (f.temperature > 0 && (f.top_p < 1 || f.top_k > 0 || f.min_p > 0 || f.typical_p < 1))
-        return draw_filtered(&row, s, &f, uniform);
-    if (f.temperature > 0) return draw_from_all(&row, s, uniform);
-    double total = with_logprob ? weigh_row(&row, s->sums) : 1;
-    return (Drawn){first_token(&row, block, row.top), -log(total)};
+        return draw_filtered(&row, s, &f, key, with_logprob);
+    if (f.temperature > 0) return draw_from_all(&row, s, likeliest, key, with_logprob);
+    return (Drawn){likeliest, with_logprob ? -log(weigh_row(&row)) : 0};
 }
 
 /* What is packed ends with a whole vector. */
 INLINE int64_t width_of(int64_t vocab) { return blocks_of(vocab) * BLOCK + LANES; }
 
 static int64_t scratch_bytes(int64_t vocab) {
-    int64_t of_blocks = sizeof(double) + sizeof(float), of_tokens = 3 * sizeof(float) + sizeof(int32_t);
-    return (blocks_of(vocab) * of_blocks + width_of(vocab) * of_tokens + 63) / 64 * 64; /* whole cache lines */
+    int64_t of_tokens = 3 * sizeof(float) + sizeof(int32_t);
+    return (blocks_of(vocab) * sizeof(float) + width_of(vocab) * of_tokens + 63) / 64 * 64; /* whole cache lines */
 }
 
 static Scratch scratch_at(char *memory, int64_t vocab) {
-    Scratch s = {.sums = (double *)memory};
-    s.tops = (float *)(s.sums + blocks_of(vocab));
+    Scratch s = {.tops = (float *)memory};
     s.score = s.tops + blocks_of(vocab);
     s.work[0] = s.score + width_of(vocab);
     s.work[1] = s.work[0] + width_of(vocab);
@@ -494,7 +524,7 @@ static void sample_chunk(const void *arguments, int64_t chunk, int64_t thread) {
     for (int64_t r = chunk * w->chunk_rows; r < (chunk + 1) * w->chunk_rows && r < a->rows; r++) {
         Filters filters = {a->temperature[r], a->top_p[r], a->min_p[r], a->typical_p[r], a->top_k[r]};
         Drawn drawn = sample_row(
-            new_row(a->logits + r * a->stride, a->vocab), &scratch, filters, a->uniforms[r], a->wants_logprob[r]);
+            new_row(a->logits + r * a->stride, a->vocab), &scratch, filters, a->keys[r], a->wants_logprob[r]);
         a->tokens[r] = drawn.token;
         a->logprobs[r] = drawn.logprob;
     }
