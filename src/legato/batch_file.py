@@ -23,7 +23,7 @@ INTERRUPTED = 130
 
 _PROMPT_FIELDS = ("prompt", "messages", "prompt_ids")
 _SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos")
-_OTHER_FIELDS = ("id", "max_new_tokens", "cache_salt")
+_OTHER_FIELDS = ("id", "max_new_tokens", "cache_salt", "priority")
 
 Result = dict[str, Any]
 
@@ -219,7 +219,8 @@ def _make_spec(line: PromptLine, tokenizer: Any) -> RequestSpec:
     else:
         input_ids = fields["prompt_ids"]
     sampling = {name: fields[name] for name in _SAMPLING_FIELDS if name in fields} | {"n": 1}  # a line, an answer
-    return RequestSpec(input_ids, fields["max_new_tokens"], cache_salt=fields.get("cache_salt"), sampling=sampling)
+    own = {name: fields[name] for name in ("cache_salt", "priority") if name in fields}
+    return RequestSpec(input_ids, fields["max_new_tokens"], sampling=sampling, **own)
 
 
 def _result(line: PromptLine, output: GenerationOutput | None, text: str, error: str | None = None) -> Result:

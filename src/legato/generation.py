@@ -22,6 +22,7 @@ from legato.sampling_params import MAX_SEED, PROCESSOR_SETTINGS, SamplingParams
 from legato.stop_text import StopText
 
 _MOST_COMPILERS = 4
+MAX_PRIORITY = 2**31 - 1
 DEFAULT_NEW_TOKENS = 20  # what `model.generate` does when told nothing
 
 # Settings that ask for a logits processor which cannot work here, with the values that ask for none.
@@ -165,6 +166,7 @@ class RequestFactory:
         check_bool("streaming", spec.streaming)
         if not isinstance(spec.cache_salt, str | None):
             raise refuse("cache_salt", spec.cache_salt, "a string or None")
+        check_int("priority", spec.priority, -MAX_PRIORITY, MAX_PRIORITY)
         prompt = self._prompt(spec.input_ids, is_answered=spec.score_from is None)
         params = _sampling(defaults, spec.sampling)
         self._check_token_ids(params)
@@ -194,6 +196,7 @@ class RequestFactory:
                 created_time=created_time,
                 tokens=prompt.copy(),
                 cache_salt=spec.cache_salt,
+                priority=spec.priority,
                 num_logprobs=0 if params.logprobs is None and self._return_logprobs else params.logprobs,
                 score_from=_score_from(params, spec) if number == 0 else None,
                 stop_text=self._stop_text(params),

@@ -154,6 +154,7 @@ class ContinuousBatchingManager:
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
         **sampling: Any,
     ) -> str | None:
         """Submit a prompt.
@@ -166,6 +167,7 @@ class ContinuousBatchingManager:
             record_timestamps: note when each token was generated.
             eos_token_id: tokens that end the request instead of the generation config's; -1 for none.
             cache_salt: only requests with the same one share cached prefixes: keeps tenants apart.
+            priority: requests with a lower one start first, and keep their place longer when the cache is full.
             **sampling: `do_sample`, or fields of `SamplingParams`, for this request alone, or further settings of
                 `GenerationConfig` that ask for logits processors. Giving any of temperature, top_k, top_p, min_p and
                 typical_p makes it sample.
@@ -180,7 +182,9 @@ class ContinuousBatchingManager:
             EngineError: the engine has failed.
             ManagerStateError: the manager was destroyed.
         """
-        spec = RequestSpec(input_ids, max_new_tokens, streaming, record_timestamps, eos_token_id, cache_salt, sampling)
+        spec = RequestSpec(
+            input_ids, max_new_tokens, streaming, record_timestamps, eos_token_id, cache_salt, sampling, priority
+        )
         if not self._thread.accepts(1):
             return None
         request_id = self._new_ids(1)[0] if request_id is None else request_id
@@ -195,6 +199,7 @@ class ContinuousBatchingManager:
         record_timestamps: bool = False,
         eos_token_id: int | list[int] | None = None,
         cache_salt: str | None = None,
+        priority: int = 0,
         **sampling: Any,
     ) -> list[str]:
         """Submit many prompts at once; arguments as of `add_request`.
@@ -211,7 +216,9 @@ class ContinuousBatchingManager:
             QueueFullError: they do not all fit into `max_queue_size`. Nothing was queued.
             EngineError, ManagerStateError: as of `add_request`.
         """
-        common = RequestSpec([0], max_new_tokens, streaming, record_timestamps, eos_token_id, cache_salt, sampling)
+        common = RequestSpec(
+            [0], max_new_tokens, streaming, record_timestamps, eos_token_id, cache_salt, sampling, priority
+        )
         self._factory.make(self._defaults, "all", common)  # what is wrong for all is raised here and now
         families = self._add_specs([replace(common, input_ids=ids) for ids in inputs], None)
         return [request_id for family in families for request_id in family]

@@ -48,6 +48,7 @@ class RequestSpec:
         eos_token_id: tokens that end the request instead of the generation config's; -1 for none.
         cache_salt: only requests with the same one share cached prefixes: keeps tenants apart.
         sampling: `do_sample`, or fields of `SamplingParams`, where this request differs from the generation config.
+        priority: those with a lower one start first, and keep their place longer when the cache is full.
         score_from: generate nothing, but give the log-probabilities of the prompt's tokens from this one on, 1 or more.
     """
 
@@ -58,6 +59,7 @@ class RequestSpec:
     eos_token_id: int | list[int] | None = None
     cache_salt: str | None = None
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    priority: int = 0
     score_from: int | None = None
 
 
@@ -116,6 +118,7 @@ class Request:
         max_computed_tokens: how many ever had: what is computed below that is computed again.
         num_cached_tokens: prompt tokens that were found in the cache when the request first started.
         cache_salt: only requests with the same one share pages.
+        priority: those with a lower one go first.
         num_logprobs: so many likeliest tokens' log-probabilities are wanted besides each new one's; None: none at all.
         score_from: the prompt's tokens from this one on are wanted the log-probabilities of; None: of none.
         stop_text: follows the answer's text up to one that ends it, or None.
@@ -143,6 +146,7 @@ class Request:
     max_computed_tokens: int = 0
     num_cached_tokens: int = 0
     cache_salt: str | None = None
+    priority: int = 0
     num_logprobs: int | None = None
     score_from: int | None = None
     stop_text: StopText | None = None

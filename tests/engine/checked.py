@@ -259,6 +259,7 @@ class CheckedScheduler(Scheduler):
         decoding = [r for r in running if r.status is RequestStatus.DECODING]
         prefilling = [r for r in running if r.status is RequestStatus.PREFILLING]
         assert len(decoding) + len(prefilling) == len(running)
+        assert waiting == sorted(waiting, key=lambda request: request.priority)
         for request in waiting:
             is_new = request.status is RequestStatus.PENDING and request.num_computed_tokens == 0
             assert is_new != self.blocks.is_offloaded(request.request_id)
@@ -361,7 +362,9 @@ class CheckedScheduler(Scheduler):
 
     def preempt(self, request: Request, preempted: Preempted) -> None:
         stalled = self._stalled()
-        assert request is stalled[-1], "not the newest stalled request"
+        least_urgent = max(one.priority for one in stalled)
+        newest = next(one for one in reversed(stalled) if one.priority == least_urgent)
+        assert request is newest, "not the newest of the least urgent stalled requests"
         assert all(chunk.request is not request for chunk in self.plan.chunks)
         assert len(self.running) > 1 or self._lies_scattered(request), "the last running request"
         assert not self._can_go_on(stalled), "without need"
@@ -380,7 +383,8 @@ class CheckedScheduler(Scheduler):
             assert (request.num_computed_tokens, request.status, request.tokens) == (
                 0, RequestStatus.PENDING, before[2],
             )  # fmt: skip
-        assert next(iter(self.waiting.values())) is request
+        first = next(one for one in self.waiting.values() if one.priority >= request.priority)
+        assert first is request, "it does not wait in front of those that are no more urgent"
         assert request.request_id not in self.running
         assert request.request_id not in self.blocks.tables
 

@@ -61,6 +61,7 @@ class EngineMachine(RuleBasedStateMachine):
         text=st.sampled_from(("one", "two", "again")),
         long_answers=st.booleans(),
         salts=st.sampled_from(((None,), (None, None, "a"), ("a", "b"))),
+        priorities=st.sampled_from(((0,), (0, 0, 1), (5, -3, 0))),
         sampled=st.booleans(),
         stops=st.booleans(),
         streaming=st.booleans(),
@@ -72,6 +73,7 @@ class EngineMachine(RuleBasedStateMachine):
         text: str,
         long_answers: bool,
         salts: tuple[str | None, ...],
+        priorities: tuple[int, ...],
         sampled: bool,
         stops: bool,
         streaming: bool,
@@ -88,6 +90,7 @@ class EngineMachine(RuleBasedStateMachine):
                 params=SamplingParams(temperature=0.7, top_k=5, top_p=0.9) if sampled else None,
                 seed=len(self.all),
                 cache_salt=salts[len(self.all) % len(salts)],
+                priority=priorities[len(self.all) % len(priorities)],
                 streaming=streaming,
                 record_timestamps=not streaming,
             )
@@ -342,6 +345,21 @@ def test_a_large_request_at_the_head_is_not_overtaken_by_small_ones() -> None:
     setup = Setup.of(LAYOUTS["full"], 4)
     setup.submit(make_request("running", 4, 6), make_request("large", 16), make_request("small", 1))
     assert [output.request_id for output in setup.run()] == ["running", "large", "small"]
+
+
+def test_the_more_urgent_start_first_and_else_who_came_first() -> None:
+    setup = Setup.of(LAYOUTS["full"], 30, max_requests_per_batch=1)
+    priorities = {"a": 0, "b": 3, "c": 0, "d": -2, "e": 3, "f": -2, "g": 1}
+    setup.submit(*(make_request(name, 4, 2, priority=priority) for name, priority in priorities.items()))
+    assert [output.request_id for output in setup.run()] == list("dfacgbe")
+
+
+def test_the_least_urgent_leaves_a_full_cache_and_comes_back_before_its_likes() -> None:
+    setup = Setup.of(LAYOUTS["full"], 6)
+    setup.submit(*(make_request(name, 8, 9, priority=priority) for name, priority in (("low", 5), ("a", 0), ("b", 0))))
+    setup.submit(make_request("later", 4, 9, priority=5))
+    assert [output.request_id for output in setup.run()] == ["a", "b", "low", "later"]
+    assert setup.scheduler.num_resets > 0
 
 
 def test_blocks_that_come_free_go_to_a_stalled_request_before_a_waiting_one() -> None:

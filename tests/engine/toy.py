@@ -198,6 +198,7 @@ def make_request(
     params: SamplingParams | None = None,
     seed: int = 0,
     cache_salt: str | None = None,
+    priority: int = 0,
     streaming: bool = False,
     record_timestamps: bool = False,
 ) -> Request:
@@ -214,5 +215,6 @@ def make_request(
         created_time=0.0,
         tokens=prompt.copy(),
         cache_salt=cache_salt,
+        priority=priority,
         timestamps=[] if record_timestamps else None,
     )

@@ -47,7 +47,7 @@ def generate(
     A line of FILE is plain text, or a JSON object with "prompt" (text), "messages" (a conversation for the model's
     chat template) or "prompt_ids" (token ids). Beside it may stand "id" (given back), "max_new_tokens", and sampling
     for this line alone: "temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos". Lines with different
-    "cache_salt" share no cached prefix.
+    "cache_salt" share no cached prefix, and those of a lower "priority" start first.
 
     \b
     A result line has:

@@ -90,7 +90,9 @@ class Scheduler:
         self, policy: SchedulingPolicy, limits: StepLimits, blocks: BlockManager, hasher: PageHasher | None = None
     ) -> None:
         self.limits = limits
-        self.waiting: OrderedDict[str, Request] = OrderedDict()  # by arrival; those that ran before in front
+        self.waiting: OrderedDict[str, Request] = (
+            OrderedDict()
+        )  # by priority, then arrival; those that ran before in front
         self.running: dict[str, Request] = {}  # by admission, oldest first
         self._policy = policy
         self._blocks = blocks
@@ -98,7 +100,12 @@ class Scheduler:
         self._awaited: dict[str, bytes] = {}  # waiting requests whose next page another one is about to compute
 
     def add(self, request: Request) -> None:
+        """Let it wait behind all that are as urgent."""
+        last = next(reversed(self.waiting.values()), request)
         self.waiting[request.request_id] = request
+        if last.priority > request.priority:
+            for later in [one for one in self.waiting.values() if one.priority > request.priority]:
+                self.waiting.move_to_end(later.request_id)
 
     def fork(self, request: Request, child: Request) -> CacheCopies | None:
         """Let a further sample of a prompt run, from the tokens that have been computed of it.
@@ -158,10 +165,11 @@ class Scheduler:
     def make_room(self, plan: StepPlan, preempted: Preempted) -> None:
         """Take the fewest stalled requests out of the cache with which the other stalled ones can go on.
 
-        Only stalled ones, so never one that `plan` runs; newest first; never the last running one.
+        Only stalled ones, so never one that `plan` runs; the least urgent first, of those the newest; never the last
+        running one.
         """
         left_out = set(plan.stalled)
-        stalled = [request for request in self.running.values() if request in left_out]
+        stalled = sorted((r for r in self.running.values() if r in left_out), key=lambda r: r.priority)
         while stalled and len(self.running) > 1 and not self._can_all_go_on(stalled):
             self.preempt(stalled.pop(), preempted)
 
@@ -183,8 +191,13 @@ class Scheduler:
         self._put_first(request)
 
     def _put_first(self, request: Request) -> None:
+        """Let it wait before all that are as urgent."""
+        first = next(iter(self.waiting.values()), request)
         self.waiting[request.request_id] = request
         self.waiting.move_to_end(request.request_id, last=False)
+        if first.priority < request.priority:
+            for earlier in reversed([one for one in self.waiting.values() if one.priority < request.priority]):
+                self.waiting.move_to_end(earlier.request_id, last=False)
 
     def _can_all_go_on(self, stalled: list[Request]) -> bool:
         lacking = [self._blocks.lacking(r.request_id, r.num_computed_tokens + 1) for r in stalled]
