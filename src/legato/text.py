@@ -1,6 +1,7 @@
 """Between text and token ids, with the tokenizer the model came with."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -24,21 +25,52 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text)["input_ids"])
 
 
-def encode_chat(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+def encode_chat(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    template: Mapping[str, Any] | None = None,
+) -> list[int]:
     """Token ids of a conversation by the model's chat template, up to where the answer begins.
+
+    Args:
+        tools: functions that the model may call, as chat templates know them.
+        template: whatever else the model's template takes.
 
     Raises:
         InvalidValueError: the model has no chat template, or the template refuses the messages.
     """
+    encoded = _apply_template(tokenizer, messages, tools, template, tokenize=True)
+    return list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> str:
+    """The text that `encode_chat` encodes."""
+    return str(_apply_template(tokenizer, messages, tools, None, tokenize=False))
+
+
+def _apply_template(
+    tokenizer: Any,
+    messages: Sequence[Message],
+    tools: Sequence[Mapping[str, Any]] | None,
+    template: Mapping[str, Any] | None,
+    tokenize: bool,
+) -> Any:
     if getattr(tokenizer, "chat_template", None) is None:
         raise InvalidValueError("this model's tokenizer has no chat template: give plain prompts instead of messages")
     if not messages or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
         raise InvalidValueError(f"messages={messages!r} is not allowed: it must be dicts with role and content")
+    template = template or {}
+    reserved = sorted(template.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
+    if reserved:
+        raise InvalidValueError(
+            f"chat_template_kwargs has {reserved[0]!r}, which is not the template's but the server's"
+        )
+    settings = {"add_generation_prompt": True, "tokenize": tokenize, "tools": tools}
     try:
-        encoded = tokenizer.apply_chat_template(list(messages), add_generation_prompt=True, tokenize=True)
+        return tokenizer.apply_chat_template(list(messages), **settings, **template)
     except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise InvalidValueError(f"the chat template refuses the messages: {error}") from error
-    return list(encoded["input_ids"] if hasattr(encoded, "keys") else encoded)
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -30,6 +30,9 @@ def serve(
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Refuse fields that are not known.")] = False,
     max_body_bytes: Annotated[int, typer.Option(min=1, help="Largest body of a call.")] = 4 << 20,
+    request_timeout: Annotated[
+        float | None, typer.Option(min=0.001, help="Seconds for one call, to its last token. [default: no limit]")
+    ] = None,
     drain_timeout: Annotated[float, typer.Option(min=0, help="Seconds for running calls after SIGTERM.")] = 60.0,
 ) -> None:
     """Serve a model to OpenAI's clients: chat, completions, streaming, metrics.
@@ -40,7 +43,7 @@ def serve(
             -d '{"model": "smollm2", "messages": [{"role": "user", "content": "Hello!"}]}'
 
     \b
-    POST /v1/chat/completions, /v1/completions, /tokenize, /detokenize
+    POST /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize
     GET  /v1/models, /health (the engine lives), /ready (new calls are taken), /metrics (Prometheus), /version
 
     The first SIGTERM or Ctrl-C lets running calls finish and refuses new ones, the second ends at once. Without
@@ -52,8 +55,9 @@ def serve(
     from legato.models import torch_dtype
 
     try:
-        from legato.server.app import Service
+        from legato.server.limits import Limits
         from legato.server.run import run
+        from legato.server.service import Service
     except ModuleNotFoundError as error:
         raise MissingExtraError(f"serve needs {error.name}: pip install 'legato[serve]'") from error
 
@@ -66,7 +70,12 @@ def serve(
     load = {"device_map": device, **({} if dtype is None else {"dtype": torch_dtype(dtype)})}
     with LLM(model, continuous_batching_config=ContinuousBatchingConfig(**settings), **load) as llm:
         service = Service(
-            llm.manager, llm.tokenizer, served_model_name or model, tuple(api_key or ()), strict, max_body_bytes
+            llm.manager,
+            llm.tokenizer,
+            served_model_name or model,
+            tuple(api_key or ()),
+            strict,
+            Limits(max_body_bytes, seconds=request_timeout),
         )
         facts = llm.manager.describe()
         run(

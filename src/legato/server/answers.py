@@ -1,11 +1,13 @@
 """From outputs to what OpenAI's clients expect, whole or piece by piece."""
 
 import time
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from legato.request import GenerationOutput, TokenLogprobs
+from legato.server.tools import ToolCallReader, ToolStyle
 from legato.text import OutputPieces, decode
 
 FINISH_REASONS = {"stop": "stop", "length": "length"}
@@ -85,19 +87,104 @@ class ChoiceText:
         return self._pieces.push(output), new
 
 
+class Form(Protocol):
+    """How outputs are told.
+
+    Attributes:
+        kind: of the whole answer.
+        prefix: of its id.
+    """
+
+    kind: str
+    prefix: str
+
+    def delta(self, choice: ChoiceText, output: GenerationOutput) -> dict[str, Any] | None:
+        """What is new in a partial or final output; None: nothing."""
+
+    def choice(self, choice: ChoiceText, output: GenerationOutput) -> dict[str, Any]:
+        """All of a final output."""
+
+
 # Chat
 
 
-def chat_choice(index: int, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-    """A whole answer of a chat."""
-    message = {"role": "assistant", "content": text, "refusal": None}
-    return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish_reason}
+class ToolCalls:
+    """The calls in one answer while it comes, and the text beside them.
+
+    Args:
+        style: in which calls are written; None: there are none.
+    """
+
+    def __init__(self, style: ToolStyle | None) -> None:
+        self._reader = None if style is None else ToolCallReader(style)
+        self.number = 0
+
+    def push(self, text: str, is_last: bool) -> tuple[str, list[dict[str, Any]]]:
+        """The text, and what is new of calls in the form of OpenAI's deltas: a name comes once, arguments in pieces."""
+        if self._reader is None:
+            return text, []
+        content: str = ""
+        calls: list[dict[str, Any]] = []
+        for kind, piece in self._reader.push(text, is_last):
+            if kind == "content":
+                content += piece
+            elif kind == "name":
+                function = {"name": piece, "arguments": ""}
+                call_id = f"call_{uuid.uuid4().hex[:24]}"
+                calls.append({"index": self.number, "id": call_id, "type": "function", "function": function})
+                self.number += 1
+            elif calls:
+                calls[-1]["function"]["arguments"] += piece
+            else:
+                calls.append({"index": self.number - 1, "function": {"arguments": piece}})
+        return content, calls
+
+    def finish_reason(self, output: GenerationOutput) -> str | None:
+        """Of a final output; None for others."""
+        reason = FINISH_REASONS.get(output.finish_reason or "")
+        return "tool_calls" if reason == "stop" and self.number else reason
 
 
-def chat_delta(index: int, text: str, logprobs: Any, finish_reason: str | None, is_first: bool) -> dict[str, Any]:
-    """A piece of it."""
-    delta = {**({"role": "assistant"} if is_first else {}), **({"content": text} if text or is_first else {})}
-    return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+class ChatForm:
+    """As `/v1/chat/completions` tells them."""
+
+    kind, prefix = "chat.completion", "chatcmpl"
+
+    def __init__(self, tokenizer: Any, style: ToolStyle | None) -> None:
+        self._tokenizer = tokenizer
+        self._style = style
+        self._calls: dict[int, ToolCalls] = {}
+
+    def delta(self, choice: ChoiceText, output: GenerationOutput) -> dict[str, Any] | None:
+        is_first = choice.index not in self._calls
+        calls, content, new_calls, logprobs = self._push(choice, output)
+        if not (content or new_calls or logprobs or output.is_finished() or is_first):
+            return None
+        delta = {
+            **({"role": "assistant"} if is_first else {}),
+            **({"content": content} if content or is_first else {}),
+            **({"tool_calls": new_calls} if new_calls else {}),
+        }
+        reason = calls.finish_reason(output)
+        return {"index": choice.index, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+
+    def choice(self, choice: ChoiceText, output: GenerationOutput) -> dict[str, Any]:
+        calls, content, all_calls, logprobs = self._push(choice, output)
+        message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
+        if all_calls:
+            told = [{name: value for name, value in call.items() if name != "index"} for call in all_calls]
+            message |= {"content": content or None, "tool_calls": told}
+        reason = calls.finish_reason(output)
+        return {"index": choice.index, "message": message, "logprobs": logprobs, "finish_reason": reason}
+
+    def _push(
+        self, choice: ChoiceText, output: GenerationOutput
+    ) -> tuple[ToolCalls, str, list[dict[str, Any]], dict[str, Any] | None]:
+        """The choice's calls, and what is new: text, calls, log-probabilities."""
+        calls = self._calls.setdefault(choice.index, ToolCalls(self._style))
+        text, logprobs = choice.push(output)
+        content, new_calls = calls.push(text, output.is_finished())
+        return calls, content, new_calls, chat_logprobs(self._tokenizer, logprobs)
 
 
 def chat_logprobs(tokenizer: Any, tokens: Sequence[tuple[int, TokenLogprobs]]) -> dict[str, Any] | None:
@@ -118,9 +205,35 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[tuple[int, TokenLogprobs]]) -
 # Completions
 
 
-def text_choice(index: int, text: str, logprobs: Any, finish_reason: str | None) -> dict[str, Any]:
-    """An answer of a completion, or a piece of it."""
-    return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish_reason}
+class TextForm:
+    """As `/v1/completions` tells them.
+
+    Args:
+        echo: whether the prompt comes first.
+    """
+
+    kind, prefix = "text_completion", "cmpl"
+
+    def __init__(self, tokenizer: Any, echo: bool) -> None:
+        self._tokenizer, self._echo = tokenizer, echo
+        self._offsets: dict[int, int] = {}
+
+    def delta(self, choice: ChoiceText, output: GenerationOutput) -> dict[str, Any] | None:
+        is_first = choice.index not in self._offsets
+        told = self.choice(choice, output)
+        return told if told["text"] or told["logprobs"] or is_first or output.is_finished() else None
+
+    def choice(self, choice: ChoiceText, output: GenerationOutput) -> dict[str, Any]:
+        text, new = choice.push(output)
+        tokens: list[Any] = list(new)
+        offset = self._offsets.get(choice.index, 0)
+        if self._echo and choice.index not in self._offsets:
+            prompt, prompt_tokens = with_prompt(self._tokenizer, output)
+            text, tokens = prompt + text, prompt_tokens + tokens
+        self._offsets[choice.index] = offset + len(text)
+        reason = FINISH_REASONS.get(output.finish_reason or "")
+        logprobs = text_logprobs(self._tokenizer, tokens, offset)
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
 def text_logprobs(

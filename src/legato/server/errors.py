@@ -1,13 +1,16 @@
 """Errors in OpenAI's shape."""
 
 import re
+from collections.abc import Mapping
 from typing import Any
 
 from legato.errors import EngineError, InvalidValueError, ManagerStateError, QueueFullError
 from legato.sampling_params import SamplingParams
 
 RETRY_AFTER_SECONDS = 1
-_FIELDS = frozenset(SamplingParams.__dataclass_fields__) | {"messages", "cache_salt"}
+_FIELDS = frozenset(SamplingParams.__dataclass_fields__) | {
+    "messages", "cache_salt", "priority", "tools", "response_format", "chat_template_kwargs",
+}  # fmt: skip
 _RENAMED = {"input_ids": "prompt", "min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
 
 
@@ -52,7 +55,14 @@ class ApiError(Exception):
         return cls(500, "internal error", kind="server_error")
 
     @classmethod
-    def invalid(cls, message: str) -> "ApiError":
-        """A value that cannot be served; messages begin with the field's name."""
+    def invalid(cls, message: str, renamed: Mapping[str, str] | None = None) -> "ApiError":
+        """A value that cannot be served; messages begin with the field's name.
+
+        Args:
+            renamed: what fields are called in the call, where that is not their own name.
+        """
         first = re.split("[= ]", message, maxsplit=1)[0]
-        return cls(400, message, _RENAMED.get(first, first if first in _FIELDS else None))
+        name = {**_RENAMED, **(renamed or {})}.get(first)
+        if name is None:
+            return cls(400, message, first if first in _FIELDS else None)
+        return cls(400, name + message[len(first) :], name)

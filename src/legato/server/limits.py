@@ -1,5 +1,6 @@
 """What stands before every request: keys, and how large a body may be."""
 
+import asyncio
 import hmac
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,6 +12,25 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from legato.server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of one call.
+
+    Attributes:
+        body_bytes: of its body.
+        body_seconds: until all of that is here.
+        prompts: in one call.
+        choices: prompts times samples.
+        seconds: until its last token, unless it asks for less; None: for as long as it takes.
+    """
+
+    body_bytes: int = 4 << 20
+    body_seconds: float = 60.0
+    prompts: int = 256
+    choices: int = 1024
+    seconds: float | None = None
 
 
 @dataclass
@@ -27,14 +47,14 @@ class Gate:
         app: what is behind it.
         open_calls: where they are counted.
         api_keys: any of them will do; none: everybody may come in.
-        max_body_bytes: of a request.
+        limits: of a call.
     """
 
-    def __init__(self, app: ASGIApp, open_calls: OpenCalls, api_keys: Sequence[str], max_body_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, open_calls: OpenCalls, api_keys: Sequence[str], limits: Limits) -> None:
         self._app = app
         self._open_calls = open_calls
         self._api_keys = [key.encode() for key in api_keys]
-        self._max_body_bytes = max_body_bytes
+        self._limits = limits
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -45,27 +65,38 @@ class Gate:
         if refused is not None:
             await refuse(refused)(scope, receive, send)
             return
-        num_bytes = 0
-
-        async def bounded() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._max_body_bytes:
-                raise HTTPException(413, str(self._too_large()))  # the only kind that those who parse let pass
-            return message
-
         self._open_calls.number += 1
         try:
-            await self._app(scope, bounded, send)
+            await self._app(scope, self._bounded(receive), send)
         finally:
             self._open_calls.number -= 1
+
+    def _bounded(self, receive: Receive) -> Receive:
+        """What it receives, as long as the body is neither too large nor too slow."""
+        num_bytes, is_complete = 0, False
+        deadline = asyncio.get_running_loop().time() + self._limits.body_seconds
+
+        async def bounded() -> Message:
+            nonlocal num_bytes, is_complete
+            try:
+                async with asyncio.timeout_at(None if is_complete else deadline):
+                    message = await receive()
+            except TimeoutError:
+                late = f"the body was not complete after {self._limits.body_seconds} seconds"
+                raise HTTPException(408, late) from None  # the only kind that those who parse let pass
+            num_bytes += len(message.get("body", b""))
+            is_complete = not message.get("more_body", False)
+            if num_bytes > self._limits.body_bytes:
+                raise HTTPException(413, str(self._too_large()))
+            return message
+
+        return bounded
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
         if path not in OPEN_PATHS and not self._is_known(headers.get(b"authorization", b"")):
             return ApiError(401, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key")
         length = headers.get(b"content-length", b"")
-        return self._too_large() if length.isdigit() and int(length) > self._max_body_bytes else None
+        return self._too_large() if length.isdigit() and int(length) > self._limits.body_bytes else None
 
     def _is_known(self, authorization: bytes) -> bool:
         scheme, _, given = authorization.partition(b" ")
@@ -74,7 +105,7 @@ class Gate:
         return not self._api_keys or (scheme.lower() == b"bearer" and num_equal > 0)
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._max_body_bytes} bytes", code="body_too_large")
+        return ApiError(413, f"the body is larger than {self._limits.body_bytes} bytes", code="body_too_large")
 
 
 def refuse(error: ApiError) -> JSONResponse:

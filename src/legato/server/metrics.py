@@ -69,6 +69,10 @@ class Metrics:
         if len(times) > 1:
             self._inter.observe((times[-1] - times[0]) / (len(times) - 1))
 
+    def cancelled(self, number: int) -> None:
+        """Requests whose call ended before they did."""
+        self._ends.labels("cancelled").inc(number)
+
     def text(self) -> bytes:
         """In Prometheus' format."""
         return bytes(generate_latest(self._registry))

@@ -4,15 +4,16 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from legato.errors import InvalidValueError
+
 # Fields that clients send and that change nothing here.
-_WITHOUT_EFFECT = frozenset(
-    {"user", "store", "metadata", "service_tier", "parallel_tool_calls", "safety_identifier", "prompt_cache_key"}
-)
+_WITHOUT_EFFECT = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "n", "seed", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "json_schema", "regex", "choice", "grammar",
 )  # fmt: skip
+MOST_TOOLS = 128
 
 
 class StreamOptions(BaseModel):
@@ -66,6 +67,12 @@ class GenerationRequest(BaseModel):
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     cache_salt: str | None = None
+    priority: int = 0
+    timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    def renamed(self) -> dict[str, str]:
+        """What fields of `SamplingParams` are called here, where that is not their own name."""
+        return {}
 
     def sampling(self) -> dict[str, Any]:
         """What is set of `SamplingParams`."""
@@ -85,6 +92,39 @@ class GenerationRequest(BaseModel):
         return sorted(set(self.model_extra or {}) - _WITHOUT_EFFECT)
 
 
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class ToolDefinition(BaseModel):
+    """A tool; only functions are known."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class FunctionName(BaseModel):
+    """Of the function that must be called."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The tool that must be called."""
+
+    type: Literal["function"] = "function"
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedTool
+
+
 class Message(BaseModel):
     """A message of a conversation."""
 
@@ -101,16 +141,32 @@ class ChatRequest(GenerationRequest):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     response_format: ResponseFormat | None = None
+    tools: list[ToolDefinition] | None = Field(default=None, max_length=MOST_TOOLS)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    def renamed(self) -> dict[str, str]:
+        schema = {} if self.json_schema is not None else {"json_schema": "response_format"}
+        return {"input_ids": "messages", **schema, **({"grammar": "tools"} if self.tools else {})}
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
         if self.logprobs:
             given["logprobs"] = self.top_logprobs or 0
-        if self.response_format is not None and self.response_format.type == "json_object":
-            given["json_schema"] = {"type": "object"}
-        elif self.response_format is not None and self.response_format.json_schema is not None:
-            given["json_schema"] = self.response_format.json_schema.definition
-        return given
+        schema = self.answer_schema()
+        return given if schema is None else {**given, "json_schema": schema}
+
+    def answer_schema(self) -> dict[str, Any] | None:
+        """What `response_format` asks for."""
+        wanted = self.response_format
+        if wanted is None or wanted.type == "text":
+            return None
+        if wanted.type == "json_object":
+            return {"type": "object"}
+        if wanted.json_schema is None:
+            raise InvalidValueError("response_format of type 'json_schema' must have json_schema")
+        return wanted.json_schema.definition
 
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -155,3 +211,106 @@ class DetokenizeRequest(BaseModel):
 
     model: str | None = None
     tokens: list[int]
+
+
+class TextFormat(BaseModel):
+    """What the answer must be."""
+
+    model_config = ConfigDict(extra="allow")
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str = "answer"
+    definition: dict[str, Any] | None = Field(default=None, alias="schema")
+
+
+class TextSettings(BaseModel):
+    """See OpenAI's reference."""
+
+    format: TextFormat = Field(default_factory=TextFormat)
+
+
+class FunctionTool(Function):
+    """A function that the model may call, as `/v1/responses` describes it."""
+
+    type: Literal["function"]
+
+
+class NamedFunction(BaseModel):
+    """The function that must be called."""
+
+    type: Literal["function"] = "function"
+    name: str
+
+
+class ResponsesRequest(GenerationRequest):
+    """`POST /v1/responses`. Nothing is kept: `input` is the whole conversation."""
+
+    input: str | list[dict[str, Any]]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: TextSettings = Field(default_factory=TextSettings)
+    tools: list[FunctionTool] = Field(default_factory=list, max_length=MOST_TOOLS)
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction = "auto"
+    parallel_tool_calls: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+    previous_response_id: str | None = None
+    background: bool | None = None
+    metadata: dict[str, str] | None = None
+
+    def new_tokens(self) -> int | None:
+        return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+
+    def as_chat(self) -> ChatRequest:
+        """The same as a chat, of what makes its prompt and its sampling."""
+        wanted, choice = self.text.format, self.tool_choice
+        schema = None if wanted.definition is None else {"name": wanted.name, "schema": wanted.definition}
+        named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
+        return ChatRequest.model_validate(
+            {
+                **self.model_dump(include=set(GenerationRequest.model_fields), exclude_none=True),
+                "messages": input_messages(self.instructions, self.input),
+                "response_format": {"type": wanted.type, "json_schema": schema},
+                "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools],
+                "tool_choice": named,
+                "parallel_tool_calls": self.parallel_tool_calls,
+                "chat_template_kwargs": self.chat_template_kwargs,
+            }
+        )
+
+
+def input_messages(instructions: str | None, given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items of `/v1/responses` as messages of a chat.
+
+    Raises:
+        InvalidValueError: an item of a kind that is not known.
+    """
+    messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    for item in given:
+        kind = item.get("type", "message")
+        if kind == "message" and "role" in item:
+            messages.append({"role": item["role"], "content": _input_text(item.get("content", ""))})
+        elif kind == "function_call":
+            call = {"id": item.get("call_id"), "type": "function",
+                    "function": {"name": item.get("name"), "arguments": item.get("arguments", "{}")}}  # fmt: skip
+            if messages and messages[-1].get("tool_calls"):
+                messages[-1]["tool_calls"].append(call)
+            else:
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = _input_text(item.get("output", ""))
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        elif kind != "reasoning":
+            raise InvalidValueError(f"input has an item of type {kind!r}: messages and function calls are understood")
+    return messages
+
+
+def _input_text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
+            raise InvalidValueError("input has a part that is no text: only text is understood")
+        texts.append(str(part.get("text", "")))
+    return "".join(texts)

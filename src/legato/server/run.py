@@ -7,12 +7,44 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from legato.server.app import Service, create_app
+from legato.server.app import create_app
+from legato.server.service import Service
 
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
+HEAD_SECONDS = 20.0  # until a request's head is here
+
+
+class ImpatientProtocol(H11Protocol):
+    """Hangs up on who is slow to say what he wants: else connections that send a byte now and then stay for ever."""
+
+    _hang_up: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._watch()
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        self._watch()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        super().connection_lost(exc)
+        self._forget()
+
+    def _watch(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._forget()
+        elif self._hang_up is None:
+            self._hang_up = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+
+    def _forget(self) -> None:
+        if self._hang_up is not None:
+            self._hang_up.cancel()
+            self._hang_up = None
 
 
 class DrainingServer(uvicorn.Server):
@@ -28,9 +60,10 @@ class DrainingServer(uvicorn.Server):
         self._service = service
         self._drain_timeout = drain_timeout
         self._draining: asyncio.Future[None] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._service.is_draining:
+        if self._service.is_draining or self._loop is None:
             self.should_exit = self.force_exit = True
             return
         self._service.is_draining = True
@@ -48,8 +81,9 @@ class DrainingServer(uvicorn.Server):
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
-        deadline = self._loop.time() + self._drain_timeout
-        while self._service.open_calls.number and self._loop.time() < deadline:
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._drain_timeout
+        while self._service.open_calls.number and loop.time() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
         self.should_exit = True
         self.force_exit = self._service.open_calls.number > 0
@@ -59,6 +93,6 @@ def run(service: Service, host: str, port: int, drain_timeout: float, ready: Cal
     """Serve until a signal says otherwise; `ready` is told the address. The manager is stopped by its owner."""
     config = uvicorn.Config(
         create_app(service), host=host, port=port, log_level="warning", access_log=False, server_header=False,
-        timeout_keep_alive=30,
+        timeout_keep_alive=30, http=ImpatientProtocol,
     )  # fmt: skip
     DrainingServer(config, service, drain_timeout, ready).run()

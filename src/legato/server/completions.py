@@ -1,0 +1,140 @@
+"""`/v1/chat/completions` and `/v1/completions`: whole answers, and answers as they come."""
+
+import asyncio
+import json
+import uuid
+from collections.abc import AsyncGenerator, Coroutine, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from legato.request import GenerationOutput, RequestSpec
+from legato.server.answers import ChatForm, ChoiceText, Envelope, Form, TextForm, Usage, sample_of
+from legato.server.conversation import prepare
+from legato.server.errors import ApiError
+from legato.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
+from legato.server.service import Outputs, Service
+from legato.text import encode
+
+DEFAULT_CHAT_TOKENS = 1024
+DEFAULT_TEXT_TOKENS = 16
+_LOOK_SECONDS = 0.1
+
+
+def add_completions(app: FastAPI, service: Service) -> None:
+    """Both routes."""
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(request: Request, asked: ChatRequest) -> Response:
+        """Answer a conversation."""
+        headers = service.check(asked)
+        chat = await run_in_threadpool(prepare, service.tokenizer, asked)
+        specs = service.specs(asked, [chat.prompt], DEFAULT_CHAT_TOKENS, chat.sampling)
+        form = ChatForm(service.tokenizer, chat.style)
+        return await unless_gone(request, _answer(service, asked, specs, form, headers))
+
+    @app.post("/v1/completions")
+    async def completions(request: Request, asked: CompletionRequest) -> Response:
+        """Go on with texts."""
+        headers = service.check(asked)
+        prompts = asked.prompts()
+        most = service.limits.prompts
+        if not 0 < len(prompts) <= most:
+            raise ApiError(400, f"prompt has {len(prompts)} entries: it must have 1 to {most}", "prompt")
+        if asked.best_of is not None and asked.best_of != (asked.n or 1):
+            raise ApiError(400, f"best_of={asked.best_of} is not allowed: it must be n, or left out", "best_of")
+        encoded = await run_in_threadpool(_encode_prompts, service.tokenizer, prompts)
+        specs = service.specs(asked, encoded, DEFAULT_TEXT_TOKENS)
+        form = TextForm(service.tokenizer, asked.echo)
+        return await unless_gone(request, _answer(service, asked, specs, form, headers))
+
+
+async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
+    """Given up when the client goes away: nobody else tells a call whose response has not begun."""
+    working = asyncio.ensure_future(answer)
+    try:
+        while not working.done():
+            await asyncio.wait([working], timeout=_LOOK_SECONDS)
+            if not working.done() and await request.is_disconnected():
+                return Response(status_code=499)
+        return working.result()
+    finally:
+        working.cancel()
+
+
+class EventStream(StreamingResponse):
+    """Server-sent events of a generator, which is closed with the response, however that ends."""
+
+    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store", **headers})
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with aclosing(self._events):
+            await super().__call__(scope, receive, send)
+
+
+def event(content: dict[str, Any]) -> bytes:
+    """A server-sent event; its name is that of its type, if it has one."""
+    name = f"event: {content['type']}\n" if "type" in content else ""
+    return f"{name}data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+
+
+async def _answer(
+    service: Service, asked: GenerationRequest, specs: list[RequestSpec], form: Form, headers: dict[str, str]
+) -> Response:
+    envelope = Envelope(f"{form.prefix}-{uuid.uuid4().hex}", service.model, form.kind)
+    outputs = service.run(asked, specs)
+    num_samples = service.manager.num_samples(specs[0])
+    choices = [ChoiceText(service.tokenizer, index) for index in range(len(specs) * num_samples)]
+    if not asked.stream:
+        return await _whole(envelope, outputs, num_samples, choices, form, headers)
+    # The first output tells whether there will be an answer at all, while the status can still say so.
+    first = await anext(outputs, None)
+    usage = asked.stream_options is not None and asked.stream_options.include_usage
+    return EventStream(_events(envelope, first, outputs, num_samples, choices, form, usage), headers)
+
+
+async def _whole(
+    envelope: Envelope, outputs: Outputs, num_samples: int, choices: list[ChoiceText], form: Form,
+    headers: dict[str, str],
+) -> Response:  # fmt: skip
+    usage, told = Usage(), {}
+    async with aclosing(outputs):
+        async for index, output in outputs:
+            choice = choices[index * num_samples + sample_of(output)]
+            told[choice.index] = form.choice(choice, output)
+            usage.add(output)
+    return JSONResponse(envelope.whole([told[index] for index in sorted(told)], usage), headers=headers)
+
+
+async def _events(
+    envelope: Envelope, first: tuple[int, GenerationOutput] | None, outputs: Outputs, num_samples: int,
+    choices: list[ChoiceText], form: Form, with_usage: bool,
+) -> AsyncGenerator[bytes, None]:  # fmt: skip
+    usage, current = Usage(), first
+    async with aclosing(outputs):
+        try:
+            while current is not None:
+                index, output = current
+                delta = form.delta(choices[index * num_samples + sample_of(output)], output)
+                if delta is not None:
+                    yield event(envelope.chunk([delta]))
+                if output.is_finished():
+                    usage.add(output)
+                current = await anext(outputs, None)
+        except Exception as error:  # noqa: BLE001 - the status is sent already: it must be told here, whatever it is
+            told = error if isinstance(error, ApiError) else ApiError.of(error)
+            yield event(told.as_dict())
+        else:
+            if with_usage:
+                yield event(envelope.chunk([], usage))
+    yield b"data: [DONE]\n\n"
+
+
+def _encode_prompts(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
+    return [encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]

@@ -1,0 +1,154 @@
+"""What is served and how: from a call's fields to requests, and their outputs as they come."""
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any
+
+from legato.errors import LegatoError
+from legato.manager import ContinuousBatchingManager
+from legato.request import GenerationOutput, RequestSpec
+from legato.server.errors import ApiError
+from legato.server.limits import Limits, OpenCalls
+from legato.server.metrics import Metrics
+from legato.server.protocol import GenerationRequest
+
+IGNORED_HEADER = "X-Legato-Ignored-Fields"
+MOST_NAMED = 16
+Outputs = AsyncGenerator[tuple[int, GenerationOutput], None]
+
+
+@dataclass
+class Service:
+    """What is served, and how.
+
+    Attributes:
+        manager: started.
+        tokenizer: the model's.
+        model: its name, as clients see it.
+        api_keys: any of them lets a client in; none: everybody.
+        strict: refuse fields that mean nothing here, in place of naming them in a header.
+        limits: of one call.
+        is_draining: new calls are refused; running ones finish.
+        open_calls: how many there are.
+        created: when, in seconds since 1970.
+        metrics: of what was served.
+    """
+
+    manager: ContinuousBatchingManager
+    tokenizer: Any
+    model: str
+    api_keys: Sequence[str] = ()
+    strict: bool = False
+    limits: Limits = field(default_factory=Limits)
+    is_draining: bool = False
+    open_calls: OpenCalls = field(default_factory=OpenCalls)
+    created: int = field(default_factory=lambda: int(time.time()))
+    metrics: Metrics = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.metrics = Metrics(lambda: self.manager.stats)
+
+    def is_ready(self) -> bool:
+        return self.manager.is_running() and not self.is_draining
+
+    def check(self, asked: GenerationRequest) -> dict[str, str]:
+        """Refuse what cannot be served at all.
+
+        Returns:
+            Headers for the answer: the fields that mean nothing here.
+
+        Raises:
+            ApiError: what is wrong.
+        """
+        if self.is_draining:
+            raise ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+        if asked.model not in (None, self.model):
+            raise ApiError(404, f"model={asked.model!r} is not served here, {self.model!r} is", "model",
+                           code="model_not_found")  # fmt: skip
+        ignored = asked.ignored_fields()
+        if ignored and self.strict:
+            raise ApiError(400, f"{ignored[0]} is not a field that is known here", ignored[0], code="unknown_field")
+        named = [name for name in ignored if name.isascii() and name.isidentifier() and len(name) <= 64]
+        return {IGNORED_HEADER: ", ".join(named[:MOST_NAMED])} if named else {}
+
+    def specs(
+        self,
+        asked: GenerationRequest,
+        prompts: Sequence[list[int]],
+        default_tokens: int,
+        sampling: Mapping[str, Any] | None = None,
+    ) -> list[RequestSpec]:
+        """A request for each prompt; whatever is wrong with the first is wrong with all.
+
+        Args:
+            default_tokens: new ones at most where the call does not say, as long as there is room.
+            sampling: what is set of `SamplingParams`; None: what the call says.
+
+        Raises:
+            ApiError: they are too many, or may have too few tokens.
+        """
+        num_choices = len(prompts) * (asked.n or 1)
+        if num_choices > self.limits.choices:
+            raise ApiError(
+                400,
+                f"n={asked.n} is not allowed: {num_choices} choices in all are more than {self.limits.choices}",
+                "n",
+            )
+        new_tokens = asked.new_tokens()
+        if new_tokens is not None and new_tokens < 1:
+            raise ApiError(400, f"max_tokens={new_tokens} is not allowed: it must be at least 1", "max_tokens")
+        room = max(1, self.manager.max_tokens - max(map(len, prompts), default=0))
+        return [
+            RequestSpec(
+                prompt,
+                new_tokens or min(default_tokens, room),
+                streaming=asked.stream,
+                record_timestamps=True,
+                cache_salt=asked.cache_salt,
+                sampling=asked.sampling() if sampling is None else sampling,
+                priority=asked.priority,
+            )
+            for prompt in prompts
+        ]
+
+    async def run(self, asked: GenerationRequest, specs: Sequence[RequestSpec]) -> Outputs:
+        """All outputs of the requests; the first that fails ends the call. Closing it early cancels them.
+
+        Raises:
+            ApiError: as the client is to be told.
+        """
+        unfinished = len(specs) * self.manager.num_samples(specs[0])
+        seconds = min((s for s in (asked.timeout, self.limits.seconds) if s is not None), default=None)
+        deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
+        try:
+            async with aclosing(self.manager.as_completed_async(specs)) as outputs:
+                while (current := await _next(outputs, deadline)) is not None:
+                    output = current[1]
+                    if output.is_finished():
+                        unfinished -= 1
+                        self.metrics.finished(output)
+                    if output.error is not None:
+                        raise _failed(output, asked)
+                    yield current
+        except LegatoError as error:
+            raise ApiError.of(error) from error
+        except TimeoutError as error:
+            told = f"timeout: the answer was not complete after {seconds} seconds"
+            raise ApiError(408, told, "timeout", kind="timeout_error", code="timeout") from error
+        finally:
+            self.metrics.cancelled(unfinished)
+
+
+async def _next(outputs: Outputs, deadline: float | None) -> tuple[int, GenerationOutput] | None:
+    """None after the last. Who waits may be another task each time, so each wait has a timeout of its own."""
+    async with asyncio.timeout_at(deadline):
+        return await anext(outputs, None)
+
+
+def _failed(output: GenerationOutput, asked: GenerationRequest) -> ApiError:
+    if output.finish_reason == "error":
+        return ApiError.invalid(output.error or "", asked.renamed())
+    return ApiError(503, "the request was cancelled", kind="server_error", code="cancelled")
