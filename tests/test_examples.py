@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from legato.batch_file import read_lines
+from legato.prompt_file import read_lines
 from tests.parity.reference import reference
 
 EXAMPLES = Path(__file__).parent.parent / "examples"

@@ -1,6 +1,5 @@
 """Files of prompts in, files of results out: the work of `legato generate`."""
 
-import hashlib
 import json
 import os
 import sys
@@ -15,89 +14,14 @@ from legato.errors import EngineError, InvalidValueError
 from legato.llm import LLM
 from legato.manager import ContinuousBatchingManager
 from legato.progress import completed
+from legato.prompt_file import SAMPLING_FIELDS, PromptLine
 from legato.request import GenerationOutput, RequestSpec
 from legato.text import decode, encode, encode_chat
 from legato.timeline import Timeline, check_can_draw, draw_timeline, write_chrome_trace
 
 INTERRUPTED = 130
 
-_PROMPT_FIELDS = ("prompt", "messages", "prompt_ids")
-_SAMPLING_FIELDS = ("temperature", "top_k", "top_p", "seed", "stop_token_ids", "ignore_eos")
-_OTHER_FIELDS = ("id", "max_new_tokens", "cache_salt", "priority")
-
 Result = dict[str, Any]
-
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # odd and large: neighbouring seeds share no line's seed
-
-
-@dataclass(frozen=True)
-class PromptLine:
-    """One line of a prompt file.
-
-    Attributes:
-        index: which, from 0.
-        fields: what it says, the common settings filled in.
-        error: why it can never be answered, or None.
-    """
-
-    index: int
-    fields: Mapping[str, Any]
-    error: str | None
-
-    @property
-    def digest(self) -> str:
-        """Stands for everything that decides the answer, the model included."""
-        text = json.dumps(self.fields, sort_keys=True, ensure_ascii=False)
-        return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
-def read_lines(
-    source: Path | TextIO, chat: bool, common: Mapping[str, Any], seed: int | None = None
-) -> list[PromptLine]:
-    """Read a prompt file; blank lines are skipped. A line that makes no sense becomes one with an error.
-
-    Args:
-        source: a path, or an open text file.
-        chat: plain text is a user's message and not a bare prompt.
-        common: settings for lines that do not bring their own.
-        seed: with a line's index it makes the line's own, so that each line's samples differ, yet stay the same
-            whatever else is run; None: at random.
-    """
-    try:
-        text = source.read_text(encoding="utf-8-sig") if isinstance(source, Path) else source.read()
-    except UnicodeDecodeError as error:
-        name = source if isinstance(source, Path) else "standard input"
-        raise InvalidValueError(f"{name} is not utf-8 text: {error.reason} at byte {error.start}") from error
-    lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
-    seeds = [{} if seed is None else {"seed": (seed * _SEED_STRIDE + index) % 2**64} for index in range(len(lines))]
-    return [_parse_line(i, line, chat, {**common, **seeds[i]}) for i, line in enumerate(lines)]
-
-
-def _parse_line(index: int, line: str, chat: bool, common: Mapping[str, Any]) -> PromptLine:
-    fields: Any = line
-    if line.lstrip().startswith("{"):
-        try:
-            fields = json.loads(line)
-        except (ValueError, RecursionError) as error:  # not JSON; a number or a nesting beyond all reason
-            return PromptLine(index, {"line": line}, f"not a JSON object: {error}")
-    if isinstance(fields, str):
-        fields = {"messages": [{"role": "user", "content": fields}]} if chat else {"prompt": fields}
-    return PromptLine(index, {**common, **fields}, _what_is_wrong(fields))
-
-
-def _what_is_wrong(fields: Mapping[str, Any]) -> str | None:
-    given = [name for name in _PROMPT_FIELDS if name in fields]
-    if len(given) != 1:
-        return f"a line needs exactly one of {', '.join(_PROMPT_FIELDS)}; this one has {', '.join(given) or 'none'}"
-    unknown = sorted(set(fields) - {*_PROMPT_FIELDS, *_SAMPLING_FIELDS, *_OTHER_FIELDS})
-    if unknown:
-        known = ", ".join([*_PROMPT_FIELDS, *_OTHER_FIELDS, *_SAMPLING_FIELDS])
-        return f"unknown field {unknown[0]!r}; known ones are {known}"
-    if "prompt" in fields and not isinstance(fields["prompt"], str):
-        return f"prompt={fields['prompt']!r} is not allowed: it must be text"
-    if "messages" in fields and not isinstance(fields["messages"], list):
-        return f"messages={fields['messages']!r} is not allowed: it must be a list"
-    return None
 
 
 @dataclass(frozen=True)
@@ -218,9 +142,14 @@ def _make_spec(line: PromptLine, tokenizer: Any) -> RequestSpec:
         input_ids = encode(tokenizer, fields["prompt"])
     else:
         input_ids = fields["prompt_ids"]
+<<<<<<< HEAD
     sampling = {name: fields[name] for name in _SAMPLING_FIELDS if name in fields} | {"n": 1}  # a line, an answer
     own = {name: fields[name] for name in ("cache_salt", "priority") if name in fields}
     return RequestSpec(input_ids, fields["max_new_tokens"], sampling=sampling, **own)
+=======
+    sampling = {name: fields[name] for name in SAMPLING_FIELDS if name in fields} | {"n": 1}  # a line, an answer
+    return RequestSpec(input_ids, fields["max_new_tokens"], cache_salt=fields.get("cache_salt"), sampling=sampling)
+>>>>>>> s6-bserve
 
 
 def _result(line: PromptLine, output: GenerationOutput | None, text: str, error: str | None = None) -> Result:

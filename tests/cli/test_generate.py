@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 from legato import cli
-from legato.batch_file import OrderedWriter, read_lines
+from legato.batch_file import OrderedWriter
+from legato.prompt_file import read_lines
 from legato.text import encode, encode_chat
 from tests.parity.reference import reference
 from tests.tiny import tiny_llama

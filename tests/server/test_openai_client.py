@@ -2,11 +2,8 @@
 
 import asyncio
 import json
-import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,32 +14,9 @@ import openai
 import pytest
 
 from tests.parity.reference import reference
+from tests.server.legato_server import KEY, Server
 
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
-KEY = "sk-secret"
-SETTINGS = ("--set", "page_size=16", "--set", "max_queue_size=64", "--set", "num_blocks=400")
-
-
-class Server:
-    """`legato serve` in a process of its own, on a port that was free."""
-
-    def __init__(self, *options: str) -> None:
-        command = [sys.executable, "-m", "legato.cli", "serve", "smollm2", "--port", "0", *SETTINGS, *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env={**os.environ})
-        assert self.process.stderr is not None
-        self.log = ""
-        while not (found := re.search(r"serving smollm2 on (http://[0-9.:]+[0-9])", self.log)):
-            line = self.process.stderr.readline()
-            assert line, self.log
-            self.log += line
-        self.url = found[1]
-
-    def client(self, key: str = KEY) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
-
-    def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0
 
 
 @pytest.fixture(scope="module")

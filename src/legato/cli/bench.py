@@ -4,11 +4,14 @@ import json
 import sys
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from legato.cli.simulate import TraceFormat
+
 if TYPE_CHECKING:
+    from legato.bench.load import Load
     from legato.bench.settings import EngineSettings
 
 DEFAULT_BATCHES = (1, 2, 4, 8, 16, 32, 64)
@@ -285,3 +288,130 @@ def sampling(
     content = read_workload(workload)
     for figures in measure_sampling(model, content, what or list(COMPARISONS), settings, rounds):
         print(json.dumps(figures), flush=True)
+
+
+@bench.command()
+def serve(
+    model: Annotated[str, typer.Option(help="As the server calls it.")],
+    url: Annotated[str, typer.Option(help="Of the server; /v1 at its end may be left out.")] = "http://127.0.0.1:8000",
+    api_key: Annotated[
+        str | None, typer.Option(envvar="LEGATO_API_KEY", help="A key, if the server wants one.")
+    ] = None,
+    workload: Annotated[
+        Path | None, typer.Option(help="Requests, as `bench offline` takes them.", exists=True, dir_okay=False)
+    ] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="Prompts, as `legato generate` takes them.", exists=True, dir_okay=False)
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Recorded requests; needs --format.", exists=True, dir_okay=False)
+    ] = None,
+    trace_format: Annotated[TraceFormat | None, typer.Option("--format", help="What the trace is.")] = None,
+    clients: Annotated[
+        int | None, typer.Option(min=1, help="So many send the next request when their last one has ended.")
+    ] = None,
+    rate: Annotated[
+        float | None, typer.Option(min=1e-6, help="So many requests a second, at random (Poisson), whatever ends.")
+    ] = None,
+    speedup: Annotated[float, typer.Option(min=1e-6, help="Play a trace so many times as fast as it was.")] = 1.0,
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="So many, the file from the beginning again if need be. [default: all once]"),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=1, help="New tokens of a prompt whose line does not say.")] = 128,
+    chat: Annotated[bool, typer.Option("--chat", help="Plain text prompts are messages of a chat.")] = False,
+    ignore_eos: Annotated[bool, typer.Option(help="Ask for answers of full length.")] = True,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds that a request may take.")] = 600.0,
+    slo_ttft: Annotated[float | None, typer.Option(min=0, help="Objective: ms to the first text.")] = None,
+    slo_itl: Annotated[
+        float | None, typer.Option(min=0, help="Objective: ms between tokens, on average over a request.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Same seed, same arrivals and same token ids of a trace.")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """What clients of a server see under load: any server that speaks OpenAI's protocol, over HTTP, streamed.
+
+    What is asked is a --workload, a file of --prompts, or a --trace (random token ids as long as it says, alike where
+    it says so). When it is asked is up to --clients or --rate; a trace without either is played as it was recorded.
+    Temperature 0 unless a line says otherwise. A short request goes before, to warm up and to see that it works.
+
+    \b
+        legato bench serve --model smollm2 --prompts examples/prompts.jsonl --clients 16 --requests 64
+        legato bench serve --model smollm2 --workload bench/mixed.json --rate 2 --slo-ttft 500 --slo-itl 50
+        legato bench serve --model smollm2 --trace tests/data/azure_200.csv --format azure --speedup 4
+
+    On a terminal a table, else one JSON object. Waits are counted from when a request was due, so that a generator that
+    is late cannot hide a server that is slow; how late it was is told, with a warning if that matters. Tokens are those
+    that the server counts (usage), not chunks. Ctrl-C prints what is finished and exits with 130; 1: no request was
+    answered.
+
+    \b
+        ttft_ms               from when it was due to the first text
+        inter_token_ms        between the tokens of a request, its mean: exact whatever a chunk holds
+        gap_ms                from each chunk with text to the next of its request
+        request_ms            from when it was due to its end
+        goodput               requests a second that met both objectives
+        lateness_ms, lag_ms, cpu_share    the generator: sent too late, woke up too late, cores that it took
+    """
+    try:
+        from legato.bench.serve import Target, measure_serve
+        from legato.bench.serve_figures import Slo
+    except ModuleNotFoundError as error:
+        from legato.errors import MissingExtraError
+
+        raise MissingExtraError(f"bench serve needs {error.name}: pip install 'legato[serve]'") from error
+
+    common = {"temperature": 0, "max_tokens": max_tokens, **({"ignore_eos": True} if ignore_eos else {})}
+    files = {"workload": workload, "prompts": prompts, "trace": trace}
+    load = _load(files, trace_format, chat, common, clients, rate, speedup, requests, seed)
+    figures, finished = measure_serve(load, Target(url, model, api_key, timeout), Slo(slo_ttft, slo_itl))
+    as_table = sys.stdout.isatty() and not as_json
+    print(figures.text() if as_table else json.dumps(figures.as_dict()), flush=True)
+    if (warning := figures.warning()) is not None:
+        typer.echo(f"legato: {warning}", err=True)
+    if not finished or not figures.completed:
+        raise typer.Exit(1 if finished else 130)
+
+
+def _load(
+    files: dict[str, Path | None],
+    trace_format: TraceFormat | None,
+    chat: bool,
+    common: dict[str, Any],
+    clients: int | None,
+    rate: float | None,
+    speedup: float,
+    requests: int | None,
+    seed: int,
+) -> "Load":
+    """Raises `BadParameter` for options that do not go together."""
+    from legato.bench.load import Load, Repeated, TraceBodies, bodies_of_prompts, bodies_of_workload, poisson
+    from legato.simulate.traces import read_trace
+
+    given = [(name, path) for name, path in files.items() if path is not None]
+    if len(given) != 1:
+        raise typer.BadParameter("give one of --workload, --prompts and --trace: what is to be asked")
+    kind, path = given[0]
+    if clients is not None and rate is not None:
+        raise typer.BadParameter("give --clients or --rate: when is it to be asked?")
+    if kind != "trace" and clients is None and rate is None:
+        raise typer.BadParameter("give --clients or --rate: only a --trace says itself when it came")
+    if speedup != 1 and (kind != "trace" or clients is not None or rate is not None):
+        raise typer.BadParameter(
+            "only a --trace that is played as it was recorded can be faster", param_hint="--speedup"
+        )
+    if (kind == "trace") != (trace_format is not None):
+        raise typer.BadParameter("a --trace needs it, and nothing else does", param_hint="--format")
+    if kind == "trace" and trace_format is not None:
+        recorded = read_trace(path, trace_format.value)
+        if clients is None and rate is None:
+            recorded = read_trace(path, trace_format.value, -(-(requests or 1) // max(1, len(recorded))), requests)
+            return Load(TraceBodies(recorded, seed, common), [one.arrival / speedup for one in recorded])
+        bodies: Any = TraceBodies(recorded, seed, common)
+    elif kind == "prompts":
+        bodies = bodies_of_prompts(path, chat, common)
+    else:
+        bodies = bodies_of_workload(path, common)
+    bodies = Repeated(bodies, requests or len(bodies))
+    due = None if rate is None else poisson(rate, len(bodies), seed)
+    return Load(bodies, due, clients or 0)

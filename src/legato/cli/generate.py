@@ -60,10 +60,11 @@ def generate(
 
     Ctrl-C writes what is finished and exits with 130; --resume goes on from there. Exit status 1: some lines failed.
     """
-    from legato.batch_file import Pictures, read_lines, run_lines
+    from legato.batch_file import Pictures, run_lines
     from legato.cli.terminal import quiet_libraries_when_piped
     from legato.config import ContinuousBatchingConfig
     from legato.models import torch_dtype
+    from legato.prompt_file import read_lines
 
     if resume and output is None:
         raise typer.BadParameter("needs --output: there is nothing to resume on standard output", param_hint="--resume")
