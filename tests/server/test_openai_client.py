@@ -20,7 +20,7 @@ from tests.parity.reference import reference
 
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
 KEY = "sk-secret"
-SETTINGS = ("--set", "page_size=16", "--set", "max_queue_size=64", "--set", "num_blocks=400")
+SETTINGS = ("--page-size", "16", "--max-queue-size", "64", "--num-blocks", "400")
 
 
 class Server:
