@@ -181,7 +181,7 @@ class ContinuousBatchingConfig:
         Raises:
             NotImplementedError: naming the field and the value.
         """
-        for name, inert in _NOT_IMPLEMENTED.items():
+        for name, inert in NOT_IMPLEMENTED.items():
             value = getattr(self, name)
             if value not in inert:
                 allowed = " or ".join(repr(v) for v in inert)
@@ -216,7 +216,7 @@ class ContinuousBatchingConfig:
 _DEFAULTS = {f.name: f.default for f in dataclasses.fields(ContinuousBatchingConfig)}
 
 # Fields whose machinery is still to come, with the values that ask for none of it.
-_NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
+NOT_IMPLEMENTED: dict[str, tuple[Any, ...]] = {
     "use_cuda_graph": (None, False, (False, False)),
     "q_padding_interval_size": (0,),
     "kv_padding_interval_size": (0,),

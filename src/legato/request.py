@@ -4,13 +4,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from legato.drafting import PromptLookup
-from legato.engine.token_edits import TokenEdits
-from legato.grammar import Grammar
 from legato.sampling_params import SamplingParams
-from legato.stop_text import StopText
+
+if TYPE_CHECKING:  # not imported for their names: the command line's help waits for what this file imports
+    from legato.drafting import PromptLookup
+    from legato.engine.token_edits import TokenEdits
+    from legato.grammar import Grammar
+    from legato.stop_text import StopText
 
 
 class RequestStatus(IntEnum):
@@ -149,11 +151,11 @@ class Request:
     priority: int = 0
     num_logprobs: int | None = None
     score_from: int | None = None
-    stop_text: StopText | None = None
-    grammar: Grammar | None = None
-    edits: TokenEdits | None = None
+    stop_text: "StopText | None" = None
+    grammar: "Grammar | None" = None
+    edits: "TokenEdits | None" = None
     processors: Callable[[Sequence[int], Any], Any] | None = None
-    drafter: PromptLookup | None = None
+    drafter: "PromptLookup | None" = None
     children: list["Request"] = field(default_factory=list)
     prefix_root: bytes = b""
     page_hashes: list[bytes] = field(default_factory=list)

@@ -5,12 +5,14 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Sequence
 
+import httpx
 import openai
 
 KEY = "sk-secret"
-SETTINGS = ("--set", "page_size=16", "--set", "max_queue_size=64", "--set", "num_blocks=400")
+SETTINGS = ("--page-size", "16", "--max-queue-size", "64", "--num-blocks", "400")
 
 
 class Server:
@@ -35,6 +37,15 @@ class Server:
 
     def client(self, key: str = KEY) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
+
+    def settles(self, line: str, key: str = KEY, seconds: float = 10) -> bool:
+        """Whether the metrics come to hold such a line."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            if line in httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {key}"}).text.splitlines():
+                return True
+            time.sleep(0.05)
+        return False
 
     def stop(self) -> None:
         self.process.send_signal(signal.SIGTERM)

@@ -5,7 +5,6 @@ import json
 import re
 import signal
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,19 +16,6 @@ from tests.parity.reference import reference
 from tests.server.legato_server import KEY, Server
 
 MESSAGES: Any = [{"role": "user", "content": "What is the capital of France? Answer briefly."}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Server]:
-    server = Server("--api-key", KEY)
-    yield server
-    server.stop()
-
-
-@pytest.fixture
-def client(server: Server) -> Iterator[openai.OpenAI]:
-    with server.client() as client:
-        yield client
 
 
 @pytest.fixture(scope="module")

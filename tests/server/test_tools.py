@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from legato.errors import InvalidValueError
 from legato.server.tools import BARE, TAGGED, Event, Tool, ToolCallReader, ToolStyle, tool_grammar, tool_prompt
-from tests.server.serving import Server
+from tests.server.legato_server import Server
 
 WEATHER = {
     "type": "object",

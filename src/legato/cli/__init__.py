@@ -10,6 +10,7 @@ from legato.cli.bench import bench
 from legato.cli.generate import generate
 from legato.cli.pull import pull
 from legato.cli.serve import serve
+from legato.cli.settings import CommandWithPanels
 from legato.cli.simulate import simulate
 from legato.errors import LegatoError
 
@@ -24,8 +25,9 @@ app = typer.Typer(
 )
 
 # A new command: write the function in its own file, import it above, and name it here.
-for command in (generate, serve, pull, simulate):
+for command in (generate, pull, simulate):
     app.command()(command)
+app.command(cls=CommandWithPanels)(serve)
 app.add_typer(bench)
 
 

@@ -126,17 +126,28 @@ class ResponseItems:
         asked = self._asked
         is_cut = self._status == "incomplete"
         return {
-            "id": self._id, "object": "response", "created_at": self._created, "status": self._status, "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None, "model": self._model,
-            "instructions": asked.instructions, "max_output_tokens": asked.new_tokens(),
-            "metadata": asked.metadata or {}, "output": [dict(item) for item in self._items], "parallel_tool_calls": asked.parallel_tool_calls,
-            "previous_response_id": None, "store": False, "truncation": "disabled",
-            "temperature": asked.temperature, "top_p": asked.top_p,
+            "id": self._id,
+            "object": "response",
+            "created_at": self._created,
+            "status": self._status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+            "model": self._model,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.new_tokens(),
+            "metadata": asked.metadata or {},
+            "output": [dict(item) for item in self._items],
+            "parallel_tool_calls": asked.parallel_tool_calls,
+            "previous_response_id": None,
+            "store": False,
+            "truncation": "disabled",
+            "temperature": asked.temperature,
+            "top_p": asked.top_p,
             "text": asked.text.model_dump(by_alias=True, exclude_none=True),
             "tool_choice": asked.model_dump(include={"tool_choice"})["tool_choice"],
             "tools": [tool.model_dump() for tool in asked.tools],
             "usage": None if self._usage is None else _usage(self._usage),
-        }  # fmt: skip
+        }
 
     def _add_text(self, text: str) -> Iterator[Event]:
         if not text:
