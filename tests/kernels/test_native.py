@@ -83,7 +83,11 @@ def test_int8_is_the_product_of_rounded_weights(kernels: NativeKernels, rows: in
 def test_an_int8_row_is_the_same_bits_whatever_is_beside_it(
     kernels: NativeKernels, depth: int, columns: int, gated: bool
 ) -> None:
-    weight, bias, x = randn((1 + gated) * columns, depth, seed=1), randn((1 + gated) * columns, seed=2), randn(70, depth)
+    weight, bias, x = (
+        randn((1 + gated) * columns, depth, seed=1),
+        randn((1 + gated) * columns, seed=2),
+        randn(70, depth),
+    )
     packed = pack_int8(weight, bias, gated)
     found = []
     for way in kernels.ways(packed.kind):

@@ -35,6 +35,7 @@ from legato.server.answers import (
 from legato.server.errors import ApiError
 from legato.server.limits import Gate, OpenCalls, refuse
 from legato.server.metrics import Metrics
+from legato.server.page import add_page
 from legato.server.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -151,6 +152,7 @@ def create_app(service: Service) -> FastAPI:
     _add_errors(app)
     _add_generation(app, service)
     _add_facts(app, service)
+    add_page(app, service.manager, service.is_ready)
     return app
 
 
