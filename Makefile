@@ -10,7 +10,7 @@ TORCH := torch==2.13.0
 # Another environment's settings must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
-.PHONY: help setup models demo test lint ruff format-check types format clean
+.PHONY: help setup models browser demo test lint ruff format-check types format clean
 .DEFAULT_GOAL := help
 
 help:  ## Show this list
@@ -29,6 +29,11 @@ $(STAMP): pyproject.toml constraints.txt hatch_build.py $(wildcard src/legato/ke
 
 models: setup  ## Fetch the two small real models that the tests use
 	@$(BIN)/legato pull smollm2 gemma3
+
+browser:  ## Install the Chromium that tests drive, where it is missing (Debian, as root)
+	@command -v chromium >/dev/null && command -v chromedriver >/dev/null || { \
+		apt-get update -q && DEBIAN_FRONTEND=noninteractive apt-get install -yq --no-install-recommends \
+		chromium chromium-driver; }
 
 demo: setup  ## Fetch one small model and run examples/demo.py on it
 	@$(BIN)/legato pull smollm2

@@ -142,14 +142,9 @@ def _make_spec(line: PromptLine, tokenizer: Any) -> RequestSpec:
         input_ids = encode(tokenizer, fields["prompt"])
     else:
         input_ids = fields["prompt_ids"]
-<<<<<<< HEAD
-    sampling = {name: fields[name] for name in _SAMPLING_FIELDS if name in fields} | {"n": 1}  # a line, an answer
+    sampling = {name: fields[name] for name in SAMPLING_FIELDS if name in fields} | {"n": 1}  # a line, an answer
     own = {name: fields[name] for name in ("cache_salt", "priority") if name in fields}
     return RequestSpec(input_ids, fields["max_new_tokens"], sampling=sampling, **own)
-=======
-    sampling = {name: fields[name] for name in SAMPLING_FIELDS if name in fields} | {"n": 1}  # a line, an answer
-    return RequestSpec(input_ids, fields["max_new_tokens"], cache_salt=fields.get("cache_salt"), sampling=sampling)
->>>>>>> s6-bserve
 
 
 def _result(line: PromptLine, output: GenerationOutput | None, text: str, error: str | None = None) -> Result:

@@ -69,6 +69,11 @@ class BlockManager:
         """Share of the usable chunks that nobody owns, from 0 to 1."""
         return self.pool.num_free / self.pool.num_usable
 
+    @property
+    def blank_share(self) -> float:
+        """Share of the usable chunks that nobody owns and that hold nothing, from 0 to 1."""
+        return self.pool.num_blank / self.pool.num_usable
+
     def holds_alone(self, num_tokens: int) -> bool:
         """Whether an otherwise empty cache can see a request of `num_tokens` through to its end."""
         return sum(a.most_chunks_alone(num_tokens) for a in self.allocators) <= self.pool.num_usable

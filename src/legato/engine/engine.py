@@ -68,6 +68,7 @@ class EngineStats:
         num_offloaded: requests whose blocks are there now; they count as waiting.
         num_evicted_blocks: blocks whose cached content had to go so far.
         cache_used_share: share of the cache's chunks that requests own, from 0 to 1.
+        cache_blank_share: share that nobody owns and that holds nothing; the rest is kept for prompts that begin alike.
     """
 
     num_steps: int = 0
@@ -87,6 +88,7 @@ class EngineStats:
     num_offloaded: int = 0
     num_evicted_blocks: int = 0
     cache_used_share: float = 0.0
+    cache_blank_share: float = 1.0
 
 
 @dataclass(slots=True)
@@ -375,6 +377,7 @@ class Engine:
         stats.num_batch_tokens = plan.num_tokens
         stats.num_evicted_blocks = blocks.pool.num_evicted
         stats.cache_used_share = 1.0 - blocks.free_share
+        stats.cache_blank_share = blocks.blank_share
         self.stats = replace(stats)
         if self._notes.observer is not None:
             self._notes.observer(_step_record(self._notes, stats, self._clock()))

@@ -15,6 +15,7 @@ from legato.server.completions import add_completions
 from legato.server.conversation import plain_messages
 from legato.server.errors import ApiError
 from legato.server.limits import Gate, refuse
+from legato.server.page import add_page
 from legato.server.protocol import DetokenizeRequest, TokenizeRequest
 from legato.server.responses import add_responses
 from legato.server.service import Service
@@ -29,6 +30,7 @@ def create_app(service: Service) -> FastAPI:
     add_completions(app, service)
     add_responses(app, service)
     _add_facts(app, service)
+    add_page(app, service.manager, service.is_ready)
     return app
 
 

@@ -11,7 +11,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from legato.server.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})
+OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
+OPEN_FOLDER = "/page/"  # of the page, which asks for the key
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,8 @@ class Gate:
         return bounded
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
-        if path not in OPEN_PATHS and not self._is_known(headers.get(b"authorization", b"")):
+        is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
+        if not is_open and not self._is_known(headers.get(b"authorization", b"")):
             return ApiError(401, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key")
         length = headers.get(b"content-length", b"")
         return self._too_large() if length.isdigit() and int(length) > self._limits.body_bytes else None
