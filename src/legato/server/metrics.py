@@ -70,7 +70,7 @@ class Metrics:
             self._inter.observe((times[-1] - times[0]) / (len(times) - 1))
 
     def cancelled(self, number: int) -> None:
-        """Requests whose call ended before they did."""
+        """So many requests' call ended before they did."""
         self._ends.labels("cancelled").inc(number)
 
     def text(self) -> bytes:

@@ -89,10 +89,17 @@ class DrainingServer(uvicorn.Server):
         self.force_exit = self._service.open_calls.number > 0
 
 
-def run(service: Service, host: str, port: int, drain_timeout: float, ready: Callable[[str], object]) -> None:
-    """Serve until a signal says otherwise; `ready` is told the address. The manager is stopped by its owner."""
+def new_server(
+    service: Service, host: str, port: int, drain_timeout: float, ready: Callable[[str], object]
+) -> DrainingServer:
+    """A server that is yet to run; `ready` will be told its address."""
     config = uvicorn.Config(
         create_app(service), host=host, port=port, log_level="warning", access_log=False, server_header=False,
         timeout_keep_alive=30, http=ImpatientProtocol,
     )  # fmt: skip
-    DrainingServer(config, service, drain_timeout, ready).run()
+    return DrainingServer(config, service, drain_timeout, ready)
+
+
+def run(service: Service, host: str, port: int, drain_timeout: float, ready: Callable[[str], object]) -> None:
+    """Serve until a signal says otherwise; `ready` is told the address. The manager is stopped by its owner."""
+    new_server(service, host, port, drain_timeout, ready).run()

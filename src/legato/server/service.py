@@ -139,7 +139,7 @@ class Service:
             told = f"timeout: the answer was not complete after {seconds} seconds"
             raise ApiError(408, told, "timeout", kind="timeout_error", code="timeout") from error
         finally:
-            self.metrics.cancelled(unfinished)
+            self.metrics.cancelled(max(unfinished, 0))  # samples of a request that was refused have one end
 
 
 async def _next(outputs: Outputs, deadline: float | None) -> tuple[int, GenerationOutput] | None:

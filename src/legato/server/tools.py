@@ -146,7 +146,8 @@ def tool_grammar(
         style: in which the model writes calls.
         is_required: whether it must call one.
         is_parallel: whether it may make several calls.
-        content: the JSON schema of answers without a call; None: they are any text, which may also precede calls.
+        content: the JSON schema of answers without a call, for a style that JSON does not begin like; None: they are
+            any text, which may also precede calls.
     """
     calls = " | ".join(f"call_{number}" for number in range(len(tools)))
     again = f'("\\n" {json.dumps(style.trigger)} call)*' if style.repeats and is_parallel else ""

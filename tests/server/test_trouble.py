@@ -1,0 +1,227 @@
+"""What goes wrong: engines that fail, clients that are slow, gone or too many, servers that must stop."""
+
+import asyncio
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from legato import ContinuousBatchingConfig, ContinuousBatchingManager
+from legato.request import RequestSpec
+from legato.server import run as running
+from legato.server.limits import Limits
+from legato.server.service import Service
+from tests.server.legato_server import KEY, Server
+from tests.tiny import tiny_llama
+
+LONG = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
+HEADERS = {"Authorization": f"Bearer {KEY}"}
+
+
+@contextmanager
+def serving(manager: ContinuousBatchingManager, tokenizer: Any, **settings: Any) -> Iterator[str]:
+    """The same server in a thread of this process, where it can be tampered with; its address."""
+    urls: list[str] = []
+    is_up = threading.Event()
+    with manager.session():
+        service = Service(manager, tokenizer, "tiny", **settings)
+        server = running.new_server(service, "127.0.0.1", 0, 5.0, lambda url: (urls.append(url), is_up.set()))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        assert is_up.wait(30)
+        try:
+            yield urls[0]
+        finally:
+            server.should_exit = server.force_exit = True
+            thread.join(30)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def manager() -> Iterator[ContinuousBatchingManager]:
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=400, max_batch_tokens=256, max_queue_size=4)
+    manager = ContinuousBatchingManager(tiny_llama(), continuous_batching_config=config)
+    yield manager
+    manager.stop(hard_stop=True)
+
+
+def ids(url: str, **more: Any) -> httpx.Response:
+    return httpx.post(f"{url}/v1/completions", json={"prompt": [1, 2, 3], "ignore_eos": True, **more}, timeout=60)
+
+
+def test_an_engine_that_fails_tells_everybody_and_is_not_healthy(
+    manager: ContinuousBatchingManager, smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = manager._thread._engine
+    assert engine is not None
+    step, fails = engine.step, threading.Event()
+
+    def step_or_fail() -> Any:
+        if fails.is_set():
+            raise ZeroDivisionError("planted")
+        time.sleep(0.01)
+        return step()
+
+    monkeypatch.setattr(engine, "step", step_or_fail)
+    with ThreadPoolExecutor() as threads, serving(manager, smollm2_tokenizer) as url:
+        whole = [threads.submit(ids, url, max_tokens=3000) for _ in range(3)]
+        streamed = {"prompt": [5], "max_tokens": 3000, "ignore_eos": True, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=streamed, timeout=60) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            fails.set()
+            rest = [line for line in lines if line]
+        assert "engine_failed" in rest[-2] and rest[-1] == "data: [DONE]"
+        for call in whole:
+            told = call.result(30)
+            assert told.status_code == 500 and told.json()["error"]["code"] == "engine_failed"
+            assert "planted" not in told.text
+        assert httpx.get(f"{url}/health").status_code == 503 and httpx.get(f"{url}/ready").status_code == 503
+        after = ids(url)
+        assert after.status_code in (500, 503) and after.json()["error"]["type"] == "server_error"
+
+
+def test_a_fault_of_the_server_itself_is_told_in_openais_shape(
+    manager: ContinuousBatchingManager, smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Service, "specs", lambda *_: 1 / 0)
+    with serving(manager, smollm2_tokenizer) as url:
+        told = ids(url)
+        assert told.status_code == 500 and told.json()["error"]["message"] == "internal error"
+
+
+def test_a_full_queue_says_when_to_come_again(manager: ContinuousBatchingManager, smollm2_tokenizer: Any) -> None:
+    with ThreadPoolExecutor(16) as threads, serving(manager, smollm2_tokenizer) as url, manager.pause():
+        calls = [threads.submit(ids, url, max_tokens=2) for _ in range(4)]
+        while manager._thread._engine.num_waiting < 4:  # type: ignore[union-attr]
+            time.sleep(0.01)
+        refused = ids(url, max_tokens=2)
+        assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
+        assert refused.json()["error"]["code"] == "queue_full"
+        several = ids(url, max_tokens=2, prompt=[[1], [2], [3], [4], [5]])
+        assert several.status_code == 429
+    assert [call.result(30).status_code for call in calls] == [200] * 4
+
+
+def test_slow_heads_and_slow_bodies_are_hung_up_on(
+    manager: ContinuousBatchingManager, smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "HEAD_SECONDS", 0.5)
+    with serving(manager, smollm2_tokenizer, limits=Limits(body_seconds=0.5)) as url:
+        host, port = url.removeprefix("http://").split(":")
+        for head in (b"", b"GET /heal", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"):
+            with socket.create_connection((host, int(port)), timeout=20) as slow:
+                slow.sendall(head)
+                assert slow.recv(1000) == b""  # the connection is closed
+        body = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: 99\r\n\r\n{"
+        )
+        with socket.create_connection((host, int(port)), timeout=20) as slow:
+            slow.sendall(body)
+            assert slow.recv(1000).startswith(b"HTTP/1.1 408 ")
+        with httpx.Client() as http:  # a connection that says enough stays
+            assert [http.get(f"{url}/health").status_code for _ in range(3)] == [200] * 3
+            time.sleep(0.8)
+            assert http.get(f"{url}/health").status_code == 200
+
+
+def test_strict_refuses_what_it_does_not_know(manager: ContinuousBatchingManager, smollm2_tokenizer: Any) -> None:
+    with serving(manager, smollm2_tokenizer, strict=True) as url:
+        told = ids(url, max_tokens=1, no_such_field=1)
+        assert told.status_code == 400 and told.json()["error"]["param"] == "no_such_field"
+        assert ids(url, max_tokens=1, user="me").status_code == 200
+
+
+def test_prompts_and_choices_are_bounded(manager: ContinuousBatchingManager, smollm2_tokenizer: Any) -> None:
+    with serving(manager, smollm2_tokenizer, limits=Limits(prompts=3, choices=4)) as url:
+        for wrong, param in (
+            ({"prompt": [[1]] * 4}, "prompt"),
+            ({"prompt": [[1]] * 3, "n": 2}, "n"),
+            ({"prompt": []}, "prompt"),
+            ({"prompt": [1] * 5000}, "prompt"),
+            ({"prompt": [99]}, "prompt"),
+        ):
+            told = ids(url, max_tokens=1, **wrong)
+            assert told.status_code == 400 and told.json()["error"]["param"] == param, told.text
+
+
+def test_a_killed_client_leaves_nothing_behind(server: Server) -> None:
+    body = {**LONG, "stream": True}
+    program = f"""
+import httpx
+with httpx.stream("POST", "{server.url}/v1/completions", headers={HEADERS}, json={body}) as stream:
+    for line in stream.iter_lines():
+        print(line, flush=True)
+"""
+    client = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert client.stdout is not None and client.stdout.readline()
+    client.kill()
+    client.wait()
+    assert server.settles("legato_running 0.0") and server.settles("legato_cache_used_share 0.0")
+    assert server.settles('legato_requests_total{finish_reason="cancelled"} 1.0')
+
+
+def test_who_does_not_read_holds_nobody_up(server: Server, client: openai.OpenAI) -> None:
+    host, port = server.url.removeprefix("http://").split(":")
+    deaf = []
+    for _ in range(8):
+        sock = socket.create_connection((host, int(port)), timeout=20)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        content = b'{"prompt": "Once", "max_tokens": 300, "ignore_eos": true, "stream": true}'
+        sock.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+            + f"Authorization: Bearer {KEY}\r\nContent-Length: {len(content)}\r\n\r\n".encode() + content
+        )  # fmt: skip
+        deaf.append(sock)
+    told = client.completions.create(model="smollm2", prompt="Water", max_tokens=8, extra_body={"ignore_eos": True})
+    assert told.usage is not None and told.usage.completion_tokens == 8
+    assert server.settles("legato_running 0.0", seconds=60)  # their answers are made and wait for them
+    for sock in deaf:
+        sock.close()
+
+
+def test_after_its_time_a_drain_ends_what_still_runs() -> None:
+    server = Server("--drain-timeout", "0.5")
+    url, body = f"{server.url}/v1/completions", {**LONG, "stream": True}
+    lines: list[str] = []
+    try:
+        with httpx.stream("POST", url, json=body, timeout=60) as told:
+            for line in told.iter_lines():
+                if not lines:
+                    server.process.send_signal(signal.SIGTERM)
+                lines.append(line)
+    except httpx.HTTPError:
+        pass
+    assert lines and "data: [DONE]" not in lines
+    assert server.process.wait(30) is not None
+
+
+def test_who_is_cancelled_while_submitting_leaves_no_request_behind(manager: ContinuousBatchingManager) -> None:
+    async def submit_and_go() -> None:
+        async def ask() -> None:
+            async for _ in manager.as_completed_async([RequestSpec([1, 2], 3000, eos_token_id=-1)]):
+                pass
+
+        with manager.pause():
+            asking = asyncio.ensure_future(ask())
+            await asyncio.sleep(0)  # it has handed its request to a thread, and waits
+            asking.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asking
+
+    with manager.session():
+        asyncio.run(submit_and_go())
+        deadline = time.monotonic() + 20
+        while manager._thread._unfinished and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert not manager._thread._unfinished
