@@ -1,6 +1,7 @@
 """Text that comes in pieces, and conversations that cannot be encoded."""
 
 import copy
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,7 +12,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from legato import InvalidValueError
-from legato.text import IncrementalDecoder, decode, encode, encode_chat
+from legato.text import IncrementalDecoder, decode, encode, encode_chat, token_bytes
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 TEXTS = [
@@ -202,3 +203,20 @@ def test_an_error_that_is_not_the_templates_passes_through(smollm2_tokenizer: An
 
     with pytest.raises(ZeroDivisionError):
         encode_chat(Broken(), [{"role": "user", "content": "Hi"}])
+
+
+def test_bytes_of_tokens_put_together_are_the_text(tokenizer: Any) -> None:
+    rng = random.Random(3)
+    texts = [*TEXTS, "\x00\x07 ¡ÿĀġ", "<0xE2> 😀😃"]
+    texts += ["".join(chr(rng.choice([rng.randrange(32, 0x3000), 0x1F600 + rng.randrange(80)])) for _ in range(40))]
+    num_inside = 0
+    for text in texts:
+        spelled = [token_bytes(tokenizer, token_id) for token_id in encode(tokenizer, text)]
+        assert b"".join(spelled).decode() == text
+        num_inside += sum(REPLACEMENT in one.decode(errors="replace") for one in spelled)
+    assert num_inside > 10
+
+
+def test_a_word_keeps_its_space() -> None:
+    tokenizer = llama2_tokenizer()
+    assert [token_bytes(tokenizer, token_id) for token_id in (3, 4, 5, 9)] == [b" Hello", b" wor", b"ld", b"  "]

@@ -1,6 +1,7 @@
 """Between text and token ids, with the tokenizer the model came with."""
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -76,6 +77,31 @@ def _apply_template(
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:
     """Text of token ids, special tokens left out."""
     return str(tokenizer.decode(list(token_ids), skip_special_tokens=True))
+
+
+def token_bytes(tokenizer: Any, token_id: int) -> bytes:
+    """What a token adds to a text, in UTF-8; it need not be whole characters. Special tokens add nothing."""
+    text = decode(tokenizer, [token_id])
+    token = str(tokenizer.convert_ids_to_tokens(token_id))
+    if byte := _BYTE_TOKEN.fullmatch(token):
+        return bytes.fromhex(byte[1])
+    if _SPACE in token and text:  # by itself it might lose the one in front of it
+        return token.replace(_SPACE, " ").encode()
+    if "\N{REPLACEMENT CHARACTER}" in text and all(character in _BYTES for character in token):
+        return bytes(_BYTES[character] for character in token)
+    return text.encode()
+
+
+def _byte_characters() -> dict[str, int]:
+    """The characters by which byte-level vocabularies, GPT-2's and those after it, spell bytes that are no text."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {chr(256 + n): byte for n, byte in enumerate(others)}
+
+
+_BYTES = _byte_characters()
+_SPACE = "▁"  # as SentencePiece writes it
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's
 
 
 class IncrementalDecoder:

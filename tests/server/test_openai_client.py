@@ -130,6 +130,29 @@ def test_completions_of_several_prompts(client: openai.OpenAI, smollm2: Any, smo
     assert texts == [c.text for c in told.choices]
 
 
+def test_log_probabilities_inside_of_characters(client: openai.OpenAI) -> None:
+    """Characters of several tokens: their bytes put together are the text, and tokens begin where they do."""
+    prompt = "naïve 🦜 — 日本"
+    echoed = client.completions.create(
+        model="smollm2", prompt=prompt, max_tokens=6, temperature=0, echo=True, logprobs=3, stream=False
+    ).choices[0]
+    found = echoed.logprobs
+    assert found is not None and found.tokens and found.text_offset
+    assert any(token.startswith("bytes:") for token in found.tokens)
+    for token, place in zip(found.tokens, found.text_offset, strict=True):
+        if not token.startswith(("bytes:", "<|")):
+            assert echoed.text[place:].startswith(token), (token, place)
+    assert found.text_offset == sorted(found.text_offset)
+    told = client.chat.completions.create(
+        model="smollm2", messages=MESSAGES, max_tokens=40, temperature=1, logprobs=True, top_logprobs=20,
+        extra_body={"choice": ["🦜 日本 naïve"]},
+    ).choices[0]  # fmt: skip
+    assert told.logprobs is not None and told.logprobs.content is not None
+    spelled = b"".join(bytes(token.bytes or []) for token in told.logprobs.content if not token.token.startswith("<|"))
+    assert spelled.decode() == told.message.content == "🦜 日本 naïve"
+    assert any("\ufffd" in token.token for token in told.logprobs.content)
+
+
 @pytest.mark.parametrize(
     ("wrong", "status", "param"),
     [

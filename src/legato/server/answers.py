@@ -1,5 +1,6 @@
 """From outputs to what OpenAI's clients expect, whole or piece by piece."""
 
+import codecs
 import time
 import uuid
 from collections.abc import Sequence
@@ -8,7 +9,7 @@ from typing import Any, Protocol
 
 from legato.request import GenerationOutput, TokenLogprobs
 from legato.server.tools import ToolCallReader, ToolStyle
-from legato.text import OutputPieces, decode
+from legato.text import OutputPieces, decode, token_bytes
 
 FINISH_REASONS = {"stop": "stop", "length": "length"}
 
@@ -193,8 +194,8 @@ def chat_logprobs(tokenizer: Any, tokens: Sequence[tuple[int, TokenLogprobs]]) -
         return None
 
     def one(token_id: int, logprob: float) -> dict[str, Any]:
-        text = tokenizer.decode([token_id])
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode())}
+        spelled = token_bytes(tokenizer, token_id) or tokenizer.decode([token_id]).encode()  # special ones by name
+        return {"token": spelled.decode(errors="replace"), "logprob": logprob, "bytes": list(spelled)}
 
     content = [
         {**one(token_id, found.logprob), "top_logprobs": [one(*top) for top in found.top]} for token_id, found in tokens
@@ -216,45 +217,64 @@ class TextForm:
 
     def __init__(self, tokenizer: Any, echo: bool) -> None:
         self._tokenizer, self._echo = tokenizer, echo
-        self._offsets: dict[int, int] = {}
+        self._places: dict[int, TokenPlaces] = {}
 
     def delta(self, choice: ChoiceText, output: GenerationOutput) -> dict[str, Any] | None:
-        is_first = choice.index not in self._offsets
+        is_first = choice.index not in self._places
         told = self.choice(choice, output)
         return told if told["text"] or told["logprobs"] or is_first or output.is_finished() else None
 
     def choice(self, choice: ChoiceText, output: GenerationOutput) -> dict[str, Any]:
         text, new = choice.push(output)
         tokens: list[Any] = list(new)
-        offset = self._offsets.get(choice.index, 0)
-        if self._echo and choice.index not in self._offsets:
+        if self._echo and choice.index not in self._places:
             prompt, prompt_tokens = with_prompt(self._tokenizer, output)
             text, tokens = prompt + text, prompt_tokens + tokens
-        self._offsets[choice.index] = offset + len(text)
+        places = self._places.setdefault(choice.index, TokenPlaces(self._tokenizer))
         reason = FINISH_REASONS.get(output.finish_reason or "")
-        logprobs = text_logprobs(self._tokenizer, tokens, offset)
+        logprobs = text_logprobs(self._tokenizer, tokens, places)
         return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
 
+class TokenPlaces:
+    """Where tokens begin in a text, in characters, while they come; one inside a character begins where that does."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0
+
+    def next(self, token_id: int) -> int:
+        """Of the token that comes next."""
+        place = self._length
+        self._length += len(self._decoder.decode(token_bytes(self._tokenizer, token_id)))
+        return place
+
+
 def text_logprobs(
-    tokenizer: Any, tokens: Sequence[tuple[int, TokenLogprobs | None]], offset: int = 0
+    tokenizer: Any, tokens: Sequence[tuple[int, TokenLogprobs | None]], places: TokenPlaces
 ) -> dict[str, Any] | None:
-    """Of tokens of a completion whose text begins `offset` characters in; a prompt's first token has none."""
+    """Of tokens of a completion; a prompt's first token has none."""
     if not tokens:
         return None
-    texts, offsets = [tokenizer.decode([token_id]) for token_id, _ in tokens], []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     return {
-        "tokens": texts,
+        "tokens": [_spelled(tokenizer, token_id) for token_id, _ in tokens],
         "token_logprobs": [None if found is None else found.logprob for _, found in tokens],
         "top_logprobs": [
-            None if found is None else {tokenizer.decode([token_id]): value for token_id, value in found.top}
+            None if found is None else {_spelled(tokenizer, token_id): value for token_id, value in found.top}
             for _, found in tokens
         ],
-        "text_offset": offsets,
+        "text_offset": [places.next(token_id) for token_id, _ in tokens],
     }
+
+
+def _spelled(tokenizer: Any, token_id: int) -> str:
+    """A token's text; one that holds part of a character as OpenAI writes it, so that no two are the same."""
+    given = token_bytes(tokenizer, token_id)
+    try:
+        return given.decode() or str(tokenizer.decode([token_id]))
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in given)
 
 
 def with_prompt(tokenizer: Any, output: GenerationOutput) -> tuple[str, list[tuple[int, TokenLogprobs | None]]]:
