@@ -3,6 +3,7 @@
 import json
 import random
 from collections.abc import Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,12 @@ def manager_of(model: Any, **config: Any) -> Any:
     )
 
 
-def run(manager: Any, requests: Sequence[dict[str, Any]]) -> list[Any]:
+def run(manager: Any, requests: Sequence[dict[str, Any]], in_one_step: bool = False) -> list[Any]:
     with manager.session():
-        ids = [manager.add_request(**{"input_ids": PROMPT, "max_new_tokens": 30, **request}) for request in requests]
+        with manager.pause() if in_one_step else nullcontext():
+            ids = [
+                manager.add_request(**{"input_ids": PROMPT, "max_new_tokens": 30, **request}) for request in requests
+            ]
         return [manager.get_result(request_id, timeout=120) for request_id in ids]
 
 
@@ -185,10 +189,10 @@ def test_requests_whose_logits_hang_on_their_tokens_do_without(sampling: dict[st
 def test_a_full_batch_guesses_nothing() -> None:
     """Beyond a few rows each costs what it computes, and a wrong guess as much as a right one."""
     manager = manager_of(tiny_llama(), speculative="ngram", max_batch_tokens=512)  # all prompts in one pass
-    count = MAX_TOKENS_WITH_DRAFTS
-    run(manager, [{"do_sample": False, "input_ids": [i, *PROMPT], "max_new_tokens": 20} for i in range(count)])
+    requests = [{"input_ids": [i, *PROMPT], "max_new_tokens": 20} for i in range(MAX_TOKENS_WITH_DRAFTS)]
+    run(manager, [{"do_sample": False, **request} for request in requests], in_one_step=True)
     assert manager.stats.num_draft_tokens == 0
-    run(manager, [{"do_sample": False, "input_ids": [i, *PROMPT], "max_new_tokens": 20} for i in range(count - 1)])
+    run(manager, [{"do_sample": False, **request} for request in requests[1:]], in_one_step=True)
     assert manager.stats.num_draft_tokens > 0
 
 
