@@ -98,6 +98,19 @@ def test_an_int8_row_is_the_same_bits_whatever_is_beside_it(
     assert all(torch.equal(row, found[0]) for row in found)
 
 
+@pytest.mark.parametrize("wrong", [torch.nan, torch.inf, -torch.inf])
+def test_what_is_no_number_stays_none_in_int8_and_in_its_row(kernels: NativeKernels, wrong: float) -> None:
+    packed, x = pack_int8(randn(96, 80, seed=1), None), randn(20, 80, seed=2)
+    x[[0, 7, 19], 5] = wrong
+    for way in kernels.ways(packed.kind):
+        for rows in (1, 20):
+            out = new_rows(rows, 96)
+            kernels.multiply(way, x[:rows], packed, out)
+            is_none = ~out.isfinite()
+            assert is_none.all(dim=1).tolist() == [row in (0, 7, 19) for row in range(rows)]
+            assert is_none.any(dim=1).tolist() == [row in (0, 7, 19) for row in range(rows)]
+
+
 def test_packing_pads_with_zeros() -> None:
     for packed in (
         pack(torch.ones(33, 5), None),

@@ -107,11 +107,16 @@ INLINE __m512 up_to_16(const float *x, int64_t count) {
     return _mm512_maskz_loadu_ps(count >= 16 ? 0xffff : count > 0 ? (1u << count) - 1 : 0, x);
 }
 
-/* What 1 stands for when the largest of a row is 127 × PIECE, 16 bits in all. */
+/* What 1 stands for when the largest of a row is 127 × PIECE, 16 bits in all. Floats without sign are in the order of their
+   bits, and what is no number is above all others: it makes the whole row none. */
 static float row_scale(const float *x, int64_t depth) {
-    __m512 most = _mm512_setzero_ps();
-    for (int64_t k = 0; k < depth; k += 16) most = _mm512_max_ps(most, _mm512_abs_ps(up_to_16(x + k, depth - k)));
-    return _mm512_reduce_max_ps(most) / (127.0f * PIECE);
+    __m512i most = _mm512_setzero_si512();
+    for (int64_t k = 0; k < depth; k += 16)
+        most = _mm512_max_epi32(most, _mm512_castps_si512(_mm512_abs_ps(up_to_16(x + k, depth - k))));
+    int32_t bits = _mm512_reduce_max_epi32(most);
+    float largest;
+    memcpy(&largest, &bits, sizeof largest);
+    return largest / (127.0f * PIECE);
 }
 
 /* A row tile of x in whole numbers of 16 bits, in two pieces: [depth / 64][upper, lower][tile rows][64]. */
@@ -360,7 +365,7 @@ static Product of_thread(const Product *p, int64_t thread) {
     return own;
 }
 
-static void tiles_chunk(const void *arguments, int64_t chunk, int64_t thread) {
+static void pieces_chunk(const void *arguments, int64_t chunk, int64_t thread) {
     const Product *p = arguments;
     Product own = of_thread(p, thread);
     int64_t row_tiles = tiles_of(p->of.rows, TILE_ROWS), x_bytes = row_tile_bytes(p);
@@ -381,6 +386,6 @@ static void tiles_chunk(const void *arguments, int64_t chunk, int64_t thread) {
 
 void multiply_in_pieces(Pool *pool, const Product *p) {
     if (!p->prepared) run_chunks(pool, tiles_of(p->of.rows, TILE_ROWS), prepare_tile, p);
-    run_chunks(pool, num_chunks(p), tiles_chunk, p);
+    run_chunks(pool, num_chunks(p), pieces_chunk, p);
 }
 #endif
