@@ -6,6 +6,7 @@ STAMP := $(VENV)/.legato-setup
 PYTHON ?= $(shell for python in python3.11 python3.12 python3.13 python3 python; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
 TORCH := torch==2.13.0
+LM_EVAL := "lm-eval[api]==0.4.13" transformers==5.23.0
 
 # Another environment's settings must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -42,6 +43,18 @@ demo: setup  ## Fetch one small model and run examples/demo.py on it
 test: setup models  ## Run the tests (PYTEST_ARGS=... for pytest's options)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
+fuzz: setup models  ## Send a server what its OpenAPI allows and forbids, for 10 minutes
+	LEGATO_FUZZ_SECONDS=600 $(BIN)/python -m pytest -s --timeout 900 tests/server/test_openapi.py -k fuzz
+
+lm-eval: setup models  ## Run lm-eval against a server, in an environment of its own
+	test -x $(VENV)-lm-eval/bin/lm_eval || { $(PYTHON) -m venv $(VENV)-lm-eval && \
+		$(VENV)-lm-eval/bin/pip install -q $(LM_EVAL); }
+	$(BIN)/python -m tests.server.lm_eval $(VENV)-lm-eval/bin/python
+
+reference: setup  ## Make docs/reference.md from the code
+	$(BIN)/python -m legato.server.reference > docs/reference.md.new
+	mv docs/reference.md.new docs/reference.md
+
 lint: ruff format-check types  ## Check style, format and types
 
 ruff: setup
@@ -58,5 +71,5 @@ format: setup  ## Put the code in the project's format
 	$(BIN)/ruff format
 
 clean:  ## Remove .venv, build output and tool caches (pulled models stay)
-	rm -rf $(VENV) build dist src/legato/kernels/lib .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist src/legato/kernels/lib .mypy_cache .pytest_cache .ruff_cache .hypothesis .schemathesis .venv-lm-eval tests/server/npm/node_modules
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -15,6 +15,7 @@ from legato.server.completions import add_completions
 from legato.server.conversation import plain_messages
 from legato.server.errors import ApiError
 from legato.server.limits import Gate, refuse
+from legato.server.openapi import describe
 from legato.server.page import add_page
 from legato.server.protocol import DetokenizeRequest, TokenizeRequest
 from legato.server.responses import add_responses
@@ -31,6 +32,7 @@ def create_app(service: Service) -> FastAPI:
     add_responses(app, service)
     _add_facts(app, service)
     add_page(app, service.manager, service.is_ready)
+    describe(app)
     return app
 
 
@@ -56,7 +58,9 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return refuse(ApiError(error.status_code, str(error.detail), code="http_error"))
+        response = refuse(ApiError(error.status_code, str(error.detail), code="http_error"))
+        response.headers.update(error.headers or {})  # a 405's Allow
+        return response
 
     @app.exception_handler(Exception)
     async def own_fault(request: Request, error: Exception) -> JSONResponse:
