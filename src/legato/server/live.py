@@ -191,8 +191,9 @@ class LiveView:
             while is_open():
                 self._refresh()
                 if seen != self._number:
-                    yield self._delta if seen == self._number - 1 else self._event(self._board.num_steps)
-                    seen, silent_since = self._number, time.perf_counter()
+                    event = self._delta if seen == self._number - 1 else self._event(self._board.num_steps)
+                    seen, silent_since = self._number, time.perf_counter()  # before others go on while this one writes
+                    yield event
                 elif time.perf_counter() - silent_since > _SILENCE_SECONDS:  # proxies close what says nothing
                     yield b":\n\n"
                     silent_since = time.perf_counter()

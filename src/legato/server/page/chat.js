@@ -8,6 +8,7 @@ const byId = (id) => document.getElementById(id);
 export class Chat {
   #messages = []; // as the server takes them
   #answering = null; // the AbortController of the answer under way
+  #scroll = new Scroll();
 
   constructor() {
     byId("composer").addEventListener("submit", (event) => {
@@ -34,6 +35,7 @@ export class Chat {
     byId("prompt").value = "";
     this.#messages.push({ role: "user", content: text });
     addMessage("user").text.textContent = text;
+    this.#scroll.toEnd();
     this.#answer();
   }
 
@@ -62,7 +64,7 @@ export class Chat {
   async #answer() {
     const messages = this.#messages; // another one after "New chat"
     const answering = (this.#answering = new AbortController());
-    const answer = new Answer();
+    const answer = new Answer(this.#scroll);
     byId("error").textContent = "";
     this.#show();
     try {
@@ -98,6 +100,11 @@ class Answer {
   #latest = 0;
   #usage = null;
   #reason = null;
+  #scroll;
+
+  constructor(scroll) {
+    this.#scroll = scroll;
+  }
 
   async stream(body, signal) {
     this.#message.item.setAttribute("aria-busy", "true");
@@ -119,7 +126,8 @@ class Answer {
     this.#latest = performance.now();
     this.#first ||= this.#latest;
     this.content += text;
-    keepInView(() => this.#message.text.append(text)); // a text node: markup stays text
+    this.#message.text.append(text); // a text node: markup stays text
+    this.#scroll.follow();
     this.#speaker.push(text);
   }
 
@@ -127,8 +135,9 @@ class Answer {
     this.#speaker.finish();
     this.#message.item.removeAttribute("aria-busy");
     this.#message.text.normalize(); // one text node in place of one a token
+    this.#message.caption.textContent = this.#describe(stopped);
     if (!this.content && !this.#usage && !stopped) this.remove();
-    else keepInView(() => (this.#message.caption.textContent = this.#describe(stopped)));
+    this.#scroll.follow();
   }
 
   remove() {
@@ -195,16 +204,29 @@ function addMessage(role) {
   caption.className = "note";
   item.append(who, text, caption);
   byId("conversation").append(item);
-  byId("scroll").scrollTop = byId("scroll").scrollHeight;
   return { item, text, caption };
 }
 
-// The end stays in view for whoever looks at it, and nobody is torn away who reads further up.
-function keepInView(change) {
-  const scroll = byId("scroll");
-  const atEnd = scroll.scrollHeight - scroll.scrollTop - scroll.clientHeight < 40;
-  change();
-  if (atEnd) scroll.scrollTop = scroll.scrollHeight;
+// The end of the conversation stays in view for whoever looks at it; nobody is torn away who reads further up.
+class Scroll {
+  #place = byId("scroll");
+  #atEnd = true;
+
+  constructor() {
+    this.#place.addEventListener("scroll", () => {
+      this.#atEnd = this.#place.scrollHeight - this.#place.scrollTop - this.#place.clientHeight < 40;
+    });
+    new ResizeObserver(() => this.follow()).observe(this.#place);
+  }
+
+  follow() {
+    if (this.#atEnd) this.toEnd();
+  }
+
+  toEnd() {
+    this.#place.scrollTop = this.#place.scrollHeight;
+    this.#atEnd = true;
+  }
 }
 
 function complain(error) {
