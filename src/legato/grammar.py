@@ -17,7 +17,7 @@ from legato.sampling_params import STRUCTURED, SamplingParams
 MOST_KEPT = 256  # compiled grammars
 # Keywords that it does not know are refused, not passed over; whitespace that nobody needs would have no end at a high
 # temperature.
-_JSON_SETTINGS: Any = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": False}
+JSON_SETTINGS: Any = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": False}
 
 
 class GrammarCompiler:
@@ -96,7 +96,7 @@ class GrammarCompiler:
             if params.json_schema is not None:
                 schema = params.json_schema
                 schema = json.loads(schema) if isinstance(schema, str) else dict(schema)
-                return "json_schema", matcher.grammar_from_json_schema(schema, overrides=_JSON_SETTINGS)
+                return "json_schema", matcher.grammar_from_json_schema(schema, overrides=JSON_SETTINGS)
             if params.regex is not None:
                 return "regex", matcher.grammar_from_regex(params.regex)
             if params.choice:

@@ -167,7 +167,8 @@ class ContinuousBatchingManager:
             record_timestamps: note when each token was generated.
             eos_token_id: tokens that end the request instead of the generation config's; -1 for none.
             cache_salt: only requests with the same one share cached prefixes: keeps tenants apart.
-            priority: requests with a lower one start first, and keep their place longer when the cache is full.
+            priority: requests with a lower one start first, and get what a step has first; of those that lack room in
+                one step the least urgent makes way.
             **sampling: `do_sample`, or fields of `SamplingParams`, for this request alone, or further settings of
                 `GenerationConfig` that ask for logits processors. Giving any of temperature, top_k, top_p, min_p and
                 typical_p makes it sample.

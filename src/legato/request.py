@@ -50,7 +50,8 @@ class RequestSpec:
         eos_token_id: tokens that end the request instead of the generation config's; -1 for none.
         cache_salt: only requests with the same one share cached prefixes: keeps tenants apart.
         sampling: `do_sample`, or fields of `SamplingParams`, where this request differs from the generation config.
-        priority: those with a lower one start first, and keep their place longer when the cache is full.
+        priority: those with a lower one start first, and get what a step has first; of those that lack room in one step
+            the least urgent makes way.
         score_from: generate nothing, but give the log-probabilities of the prompt's tokens from this one on, 1 or more.
     """
 

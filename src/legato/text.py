@@ -64,13 +64,11 @@ def _apply_template(
     template = template or {}
     reserved = sorted(template.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
     if reserved:
-        raise InvalidValueError(
-            f"chat_template_kwargs has {reserved[0]!r}, which is not the template's but the server's"
-        )
+        raise InvalidValueError(f"template has {reserved[0]!r}, which is not for a chat template to say")
     settings = {"add_generation_prompt": True, "tokenize": tokenize, "tools": tools}
     try:
         return tokenizer.apply_chat_template(list(messages), **settings, **template)
-    except (TemplateError, TypeError, ValueError, KeyError) as error:
+    except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
         raise InvalidValueError(f"the chat template refuses the messages: {error}") from error
 
 

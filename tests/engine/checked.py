@@ -271,7 +271,8 @@ class CheckedScheduler(Scheduler):
         assert list(self.running.values()) == running + started
         assert list(self.waiting.values()) == [r for r in waiting if r not in started]
         self._check_overtaking(waiting, started)
-        order = (decoding + prefilling if self.decodes_first else prefilling + decoding) + started
+        order = decoding + prefilling if self.decodes_first else prefilling + decoding
+        order = sorted(order, key=lambda request: request.priority) + started
         is_full = self._check_turns(plan, order, started)
         self._check_limits(plan)
         if admit and not plan.stalled and not is_full:

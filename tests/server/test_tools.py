@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from typing import Any, Literal
 
 import jsonschema
@@ -10,6 +11,8 @@ import pytest
 from pydantic import BaseModel
 
 from legato.errors import InvalidValueError
+from legato.server.conversation import as_chat, encode_messages, prepare
+from legato.server.protocol import ChatRequest, CompletionRequest, ResponsesRequest
 from legato.server.tools import BARE, TAGGED, Event, Tool, ToolCallReader, ToolStyle, tool_grammar, tool_prompt
 from tests.server.legato_server import Server
 
@@ -110,6 +113,54 @@ def test_what_a_tool_returned_is_read(client: openai.OpenAI) -> None:
     assert lengths[1] - lengths[0] > 8
 
 
+def test_calls_that_were_made_are_told_whatever_may_be_called_now(smollm2_tokenizer: Any) -> None:
+    """By the template that knows no tools in words, and by one that does as it will have them."""
+    call = {"type": "function", "function": {"name": "get_weather", "arguments": '{"city": "Oslo"}'}}
+    history: Any = [
+        {"role": "user", "content": "Hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "18 C"},
+    ]
+    knowing = type(smollm2_tokenizer).from_pretrained(smollm2_tokenizer.name_or_path)
+    knowing.chat_template = TEMPLATE % "<tool_call>"
+    for choice in ("none", "auto", "required"):
+        for tools in (None, TOOLS) if choice != "required" else (TOOLS,):
+            asked = ChatRequest(messages=history, tools=tools, tool_choice=choice)
+            plain = smollm2_tokenizer.decode(prepare(smollm2_tokenizer, asked).prompt)
+            assert '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Oslo"}}\n</tool_call>' in plain
+            assert "<tool_response>\n18 C\n</tool_response>" in plain
+            assert ("plant-tree" in plain) == (tools is not None and choice != "none")
+            assert "(Oslo)" in knowing.decode(prepare(knowing, asked).prompt)
+    assert "(Oslo)" in knowing.decode(encode_messages(knowing, asked.messages))
+
+
+def test_a_call_belongs_to_the_message_before_it() -> None:
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    said = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    items: Any = [*said, call, {**call, "call_id": "2"}]
+    messages = as_chat(ResponsesRequest(input=items)).messages
+    assert [message.role for message in messages] == ["user", "assistant"]
+    assert messages[1].content == "b" and len(messages[1].model_dump()["tool_calls"]) == 2
+
+
+@pytest.mark.parametrize("kind", [ChatRequest, CompletionRequest, ResponsesRequest])
+def test_null_is_as_good_as_nothing(kind: Any) -> None:
+    needed = {"messages": [{"role": "user", "content": "Hi"}], "prompt": "Hi", "input": "Hi"}
+    own = {name: value for name, value in needed.items() if name in kind.model_fields}
+    nulls = dict.fromkeys(kind.model_fields.keys() - own.keys())
+    assert kind(**own, **nulls).model_dump(exclude={"model_extra"}) == kind(**own).model_dump(exclude={"model_extra"})
+
+
+def test_deep_schemas_are_refused(smollm2_tokenizer: Any) -> None:
+    schema: Any = {"type": "string"}
+    for _ in range(900):
+        schema = {"type": "object", "properties": {"a": schema}}
+    tool = {"type": "function", "function": {"name": "f", "parameters": schema}}
+    asked = ChatRequest(messages=[{"role": "user", "content": "Hi"}], tools=[tool])
+    with pytest.raises(InvalidValueError, match="too deeply"):
+        prepare(smollm2_tokenizer, asked)
+
+
 @pytest.mark.parametrize(
     ("wrong", "param"),
     [
@@ -207,7 +258,10 @@ def test_a_response_calls_tools(client: openai.OpenAI) -> None:
         ({"input": [{"type": "item_reference", "id": "x"}]}, None),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, None),
         ({"tools": [{"type": "web_search"}]}, "tools"),
-        ({"max_output_tokens": 0}, "max_tokens"),
+        ({"max_output_tokens": 0}, "max_output_tokens"),
+        ({"input": "x " * 9000}, "input"),
+        ({"text": {"format": {"type": "json_schema", "name": "a", "schema": {"type": "nothing"}}}}, "text"),
+        ({"input": [{"type": "function_call", "arguments": "{}"}]}, None),
         ({"model": "gpt-9"}, "model"),
     ],
 )
@@ -267,6 +321,11 @@ def events(style: ToolStyle, text: str, rng: random.Random) -> list[Event]:
         (TAGGED, '<tool_call>\n{"name": "f", "arguments": {"a":1', [("name", "f"), ("arguments", '{"a":1')]),
         (TAGGED, '<tool_call>\n{"na', []),
         (BARE, '{"name": "f", "parameters": {"a":1}}', [("name", "f"), ("arguments", '{"a":1}')]),
+        (
+            replace(TAGGED, starts_answer=True),
+            '{"a": "see <tool_call> tags"}',
+            [("content", '{"a": "see <tool_call> tags"}')],
+        ),
         (BARE, 'x {"name": "f", "parameters": {}}', [("content", 'x {"name": "f", "parameters": {}}')]),
     ],
 )  # fmt: skip
@@ -298,9 +357,13 @@ def test_a_template_that_knows_tools_is_left_to_it(smollm2_tokenizer: Any, told:
 
 
 def test_a_call_that_is_none_is_refused(smollm2_tokenizer: Any) -> None:
-    for call in ({}, {"function": {"name": "f", "arguments": "{"}}, {"function": {}}, 7):
-        with pytest.raises(InvalidValueError, match="messages has a tool call"):
-            tool_prompt(smollm2_tokenizer, [{"role": "assistant", "content": "", "tool_calls": [call]}], SOME_TOOLS)
+    deep = {"function": {"name": "f", "arguments": "[" * 100_000}}
+    nameless = [{"function": {"name": name, "arguments": "{}"}} for name in (7, None)]
+    cut = {"function": {"name": "f", "arguments": "{"}}
+    for calls in ([{}], [cut], [{"function": {}}], [7], 5, True, [deep], nameless):
+        for tools in ((), SOME_TOOLS):
+            with pytest.raises(InvalidValueError, match="messages has a tool call"):
+                tool_prompt(smollm2_tokenizer, [{"role": "assistant", "content": "", "tool_calls": calls}], tools)
 
 
 @pytest.mark.parametrize("style", [TAGGED, BARE])

@@ -19,7 +19,9 @@ import pytest
 from legato import ContinuousBatchingConfig, ContinuousBatchingManager
 from legato.request import RequestSpec
 from legato.server import run as running
+from legato.server.errors import ApiError
 from legato.server.limits import Limits
+from legato.server.protocol import CompletionRequest
 from legato.server.service import Service
 from tests.server.legato_server import KEY, Server
 from tests.tiny import tiny_llama
@@ -94,10 +96,16 @@ def test_an_engine_that_fails_tells_everybody_and_is_not_healthy(
 def test_a_fault_of_the_server_itself_is_told_in_openais_shape(
     manager: ContinuousBatchingManager, smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Service, "specs", lambda *_: 1 / 0)
+    faults = [ZeroDivisionError("planted"), ValueError("planted"), KeyError("planted")]
+
+    def fail(*_: object) -> None:
+        raise faults.pop()
+
+    monkeypatch.setattr(Service, "specs", fail)
     with serving(manager, smollm2_tokenizer) as url:
-        told = ids(url)
-        assert told.status_code == 500 and told.json()["error"]["message"] == "internal error"
+        while faults:
+            told = ids(url)
+            assert told.status_code == 500 and told.json()["error"]["message"] == "internal error"
 
 
 def test_a_full_queue_says_when_to_come_again(manager: ContinuousBatchingManager, smollm2_tokenizer: Any) -> None:
@@ -133,6 +141,48 @@ def test_slow_heads_and_slow_bodies_are_hung_up_on(
             assert [http.get(f"{url}/health").status_code for _ in range(3)] == [200] * 3
             time.sleep(0.8)
             assert http.get(f"{url}/health").status_code == 200
+
+
+def test_who_never_reads_is_hung_up_on(
+    manager: ContinuousBatchingManager, smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "READ_SECONDS", 0.5)
+    content = b'{"prompt": [1], "max_tokens": 4000, "ignore_eos": true, "stream": true, "logprobs": 20, "n": 8}'
+    with serving(manager, smollm2_tokenizer) as url, socket.socket() as deaf:
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        host, port = url.removeprefix("http://").split(":")
+        deaf.connect((host, int(port)))
+        head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        deaf.sendall(f"{head}Content-Length: {len(content)}\r\n\r\n".encode() + content)
+        cancelled = 'legato_requests_total{finish_reason="cancelled"} 8.0'
+        deadline = time.monotonic() + 40
+        while cancelled not in httpx.get(f"{url}/metrics").text and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert cancelled in httpx.get(f"{url}/metrics").text
+
+
+def test_a_timeout_holds_for_whoever_reads_slowly(manager: ContinuousBatchingManager, smollm2_tokenizer: Any) -> None:
+    """Also where outputs wait for it, so that it need not wait for any."""
+
+    async def read() -> int:
+        service, asked = Service(manager, smollm2_tokenizer, "tiny"), CompletionRequest(prompt=[1], stream=True)
+        asked.timeout, asked.max_tokens, asked.ignore_eos = 0.5, 2000, True
+        count = 0
+        with pytest.raises(ApiError) as caught:
+            async for _ in service.run(asked, service.specs(asked, [[1]], 1)):
+                count += 1
+                await asyncio.sleep(0.02)
+        assert caught.value.status == 408 and caught.value.headers["X-Should-Retry"] == "false"
+        return count
+
+    with manager.session():
+        assert asyncio.run(read()) < 200
+
+
+def test_what_is_refused_is_not_cancelled(manager: ContinuousBatchingManager, smollm2_tokenizer: Any) -> None:
+    with serving(manager, smollm2_tokenizer) as url:
+        assert ids(url, n=4, prompt=[99]).status_code == 400
+        assert 'finish_reason="cancelled"' not in httpx.get(f"{url}/metrics").text
 
 
 def test_strict_refuses_what_it_does_not_know(manager: ContinuousBatchingManager, smollm2_tokenizer: Any) -> None:
@@ -203,7 +253,7 @@ def test_after_its_time_a_drain_ends_what_still_runs() -> None:
     except httpx.HTTPError:
         pass
     assert lines and "data: [DONE]" not in lines
-    assert server.process.wait(30) is not None
+    assert server.process.wait(30) in (0, -signal.SIGTERM)
 
 
 def test_who_is_cancelled_while_submitting_leaves_no_request_behind(manager: ContinuousBatchingManager) -> None:

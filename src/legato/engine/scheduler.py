@@ -90,9 +90,8 @@ class Scheduler:
         self, policy: SchedulingPolicy, limits: StepLimits, blocks: BlockManager, hasher: PageHasher | None = None
     ) -> None:
         self.limits = limits
-        self.waiting: OrderedDict[str, Request] = (
-            OrderedDict()
-        )  # by priority, then arrival; those that ran before in front
+        # By priority, then arrival; those that ran before in front.
+        self.waiting: OrderedDict[str, Request] = OrderedDict()
         self.running: dict[str, Request] = {}  # by admission, oldest first
         self._policy = policy
         self._blocks = blocks
@@ -169,7 +168,7 @@ class Scheduler:
         running one.
         """
         left_out = set(plan.stalled)
-        stalled = sorted((r for r in self.running.values() if r in left_out), key=lambda r: r.priority)
+        stalled = sorted((r for r in self.running.values() if r in left_out), key=_priority)
         while stalled and len(self.running) > 1 and not self._can_all_go_on(stalled):
             self.preempt(stalled.pop(), preempted)
 
@@ -207,7 +206,7 @@ class Scheduler:
 
     def _schedule_running(self, plan: StepPlan) -> None:
         budget = self.limits.max_batch_tokens
-        for request in self._policy.order(self.running.values()):
+        for request in sorted(self._policy.order(self.running.values()), key=_priority):
             if plan.num_tokens >= budget:
                 break
             num_tokens = min(len(request.tokens) - request.num_computed_tokens, budget - plan.num_tokens)
@@ -373,3 +372,7 @@ def _num_rows(request: Request, num_tokens: int) -> int:
     """Rows of logits that a pass over the request's next tokens leaves."""
     start, end = request.num_computed_tokens, request.num_computed_tokens + num_tokens
     return request.num_scored(start, end) + (1 + len(request.children) if request.samples(end) else 0)
+
+
+def _priority(request: Request) -> int:
+    return request.priority

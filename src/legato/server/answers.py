@@ -88,6 +88,25 @@ class ChoiceText:
         return self._pieces.push(output), new
 
 
+class Choices:
+    """The choices of a call, each from its first output on.
+
+    Args:
+        num_samples: choices of each prompt.
+    """
+
+    def __init__(self, tokenizer: Any, num_samples: int) -> None:
+        self._tokenizer, self._num_samples = tokenizer, num_samples
+        self._begun: dict[int, ChoiceText] = {}
+
+    def of(self, prompt: int, output: GenerationOutput) -> ChoiceText:
+        """The one that an output of a prompt, counted from 0, belongs to."""
+        index = prompt * self._num_samples + sample_of(output)
+        if index not in self._begun:
+            self._begun[index] = ChoiceText(self._tokenizer, index)
+        return self._begun[index]
+
+
 class Form(Protocol):
     """How outputs are told.
 

@@ -12,7 +12,7 @@ from starlette.responses import JSONResponse
 
 from legato.errors import LegatoError
 from legato.server.completions import add_completions
-from legato.server.conversation import plain_messages
+from legato.server.conversation import encode_messages
 from legato.server.errors import ApiError
 from legato.server.limits import Gate, refuse
 from legato.server.openapi import describe
@@ -20,7 +20,7 @@ from legato.server.page import add_page
 from legato.server.protocol import DetokenizeRequest, TokenizeRequest
 from legato.server.responses import add_responses
 from legato.server.service import Service
-from legato.text import decode, encode, encode_chat
+from legato.text import decode, encode
 
 
 def create_app(service: Service) -> FastAPI:
@@ -91,7 +91,7 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
         if asked.messages is not None:
-            tokens = await run_in_threadpool(encode_chat, service.tokenizer, plain_messages(asked.messages))
+            tokens = await run_in_threadpool(encode_messages, service.tokenizer, asked.messages)
         else:
             tokens = await run_in_threadpool(encode, service.tokenizer, asked.prompt or "")
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.manager.max_tokens}

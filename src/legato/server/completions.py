@@ -1,28 +1,25 @@
 """`/v1/chat/completions` and `/v1/completions`: whole answers, and answers as they come."""
 
-import asyncio
-import json
 import uuid
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import JSONResponse, StreamingResponse
-from starlette.types import Receive, Scope, Send
+from starlette.responses import JSONResponse
 
 from legato.request import GenerationOutput, RequestSpec
-from legato.server.answers import ChatForm, ChoiceText, Envelope, Form, TextForm, Usage, sample_of
+from legato.server.answers import ChatForm, Choices, Envelope, Form, TextForm, Usage
 from legato.server.conversation import prepare
 from legato.server.errors import ApiError
 from legato.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from legato.server.service import Outputs, Service
+from legato.server.streaming import EventStream, event, unless_gone
 from legato.text import encode
 
 DEFAULT_CHAT_TOKENS = 1024
 DEFAULT_TEXT_TOKENS = 16
-_LOOK_SECONDS = 0.1
 
 
 def add_completions(app: FastAPI, service: Service) -> None:
@@ -53,75 +50,45 @@ def add_completions(app: FastAPI, service: Service) -> None:
         return await unless_gone(request, _answer(service, asked, specs, form, headers))
 
 
-async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
-    """Given up when the client goes away: nobody else tells a call whose response has not begun."""
-    working = asyncio.ensure_future(answer)
-    try:
-        while not working.done():
-            await asyncio.wait([working], timeout=_LOOK_SECONDS)
-            if not working.done() and await request.is_disconnected():
-                return Response(status_code=499)
-        return working.result()
-    finally:
-        working.cancel()
-
-
-class EventStream(StreamingResponse):
-    """Server-sent events of a generator, which is closed with the response, however that ends."""
-
-    def __init__(self, events: AsyncGenerator[bytes, None], headers: dict[str, str]) -> None:
-        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-store", **headers})
-        self._events = events
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._events):
-            await super().__call__(scope, receive, send)
-
-
-def event(content: dict[str, Any]) -> bytes:
-    """A server-sent event; its name is that of its type, if it has one."""
-    name = f"event: {content['type']}\n" if "type" in content else ""
-    return f"{name}data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
-
-
 async def _answer(
     service: Service, asked: GenerationRequest, specs: list[RequestSpec], form: Form, headers: dict[str, str]
 ) -> Response:
     envelope = Envelope(f"{form.prefix}-{uuid.uuid4().hex}", service.model, form.kind)
     outputs = service.run(asked, specs)
-    num_samples = service.manager.num_samples(specs[0])
-    choices = [ChoiceText(service.tokenizer, index) for index in range(len(specs) * num_samples)]
+    choices = Choices(service.tokenizer, service.manager.num_samples(specs[0]))
     if not asked.stream:
-        return await _whole(envelope, outputs, num_samples, choices, form, headers)
+        return await _whole(envelope, outputs, choices, form, headers)
     # The first output tells whether there will be an answer at all, while the status can still say so.
     first = await anext(outputs, None)
     usage = asked.stream_options is not None and asked.stream_options.include_usage
-    return EventStream(_events(envelope, first, outputs, num_samples, choices, form, usage), headers)
+    return EventStream(_events(envelope, first, outputs, choices, form, usage), headers)
 
 
 async def _whole(
-    envelope: Envelope, outputs: Outputs, num_samples: int, choices: list[ChoiceText], form: Form,
-    headers: dict[str, str],
-) -> Response:  # fmt: skip
+    envelope: Envelope, outputs: Outputs, choices: Choices, form: Form, headers: dict[str, str]
+) -> Response:
     usage, told = Usage(), {}
     async with aclosing(outputs):
         async for index, output in outputs:
-            choice = choices[index * num_samples + sample_of(output)]
-            told[choice.index] = form.choice(choice, output)
+            choice = choices.of(index, output)
+            if output.logprobs:  # of thousands of tokens: that would hold the loop up
+                told[choice.index] = await run_in_threadpool(form.choice, choice, output)
+            else:
+                told[choice.index] = form.choice(choice, output)
             usage.add(output)
     return JSONResponse(envelope.whole([told[index] for index in sorted(told)], usage), headers=headers)
 
 
 async def _events(
-    envelope: Envelope, first: tuple[int, GenerationOutput] | None, outputs: Outputs, num_samples: int,
-    choices: list[ChoiceText], form: Form, with_usage: bool,
+    envelope: Envelope, first: tuple[int, GenerationOutput] | None, outputs: Outputs, choices: Choices, form: Form,
+    with_usage: bool,
 ) -> AsyncGenerator[bytes, None]:  # fmt: skip
     usage, current = Usage(), first
     async with aclosing(outputs):
         try:
             while current is not None:
                 index, output = current
-                delta = form.delta(choices[index * num_samples + sample_of(output)], output)
+                delta = form.delta(choices.of(index, output), output)
                 if delta is not None:
                     yield event(envelope.chunk([delta]))
                 if output.is_finished():

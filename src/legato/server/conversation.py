@@ -1,12 +1,20 @@
 """From a conversation to a prompt, and to what its answer must look like."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from legato.errors import InvalidValueError
 from legato.server.errors import ApiError
-from legato.server.protocol import ChatRequest, Message, NamedTool
+from legato.server.protocol import (
+    ChatRequest,
+    Function,
+    GenerationRequest,
+    Message,
+    NamedFunction,
+    NamedTool,
+    ResponsesRequest,
+)
 from legato.server.tools import Tool, ToolStyle, tool_grammar, tool_prompt
 from legato.text import encode_chat
 
@@ -33,24 +41,102 @@ def prepare(tokenizer: Any, asked: ChatRequest) -> Conversation:
         ApiError: it holds what cannot be served.
         InvalidValueError: as of `encode_chat`.
     """
-    messages = plain_messages(asked.messages)
-    sampling = asked.sampling()
-    if not asked.tools or asked.tool_choice == "none":
-        if not asked.tools and asked.tool_choice not in ("none", "auto"):
-            raise ApiError(400, "tool_choice needs tools to choose from", "tool_choice")
-        return Conversation(encode_chat(tokenizer, messages, None, asked.chat_template_kwargs), sampling, None)
-    tools = [_tool(number, asked) for number in range(len(asked.tools))]
-    told = tool_prompt(tokenizer, messages, tools)
+    try:
+        return _prepare(tokenizer, asked)
+    except RecursionError as error:
+        raise InvalidValueError("the messages or tools are nested too deeply") from error
+
+
+def _prepare(tokenizer: Any, asked: ChatRequest) -> Conversation:
+    tools = [] if asked.tool_choice == "none" else [_tool(one.function) for one in asked.tools or ()]
+    if not tools and asked.tool_choice not in ("none", "auto"):
+        raise ApiError(400, "tool_choice needs tools to choose from", "tool_choice")
+    told = tool_prompt(tokenizer, plain_messages(asked.messages), tools)
     prompt = encode_chat(tokenizer, told.messages, told.template_tools, asked.chat_template_kwargs)
-    content = sampling.pop("json_schema", None)
+    sampling = asked.sampling()
+    if not tools:
+        return Conversation(prompt, sampling, None)
+    style, content = told.style, sampling.pop("json_schema", None)
     given = sorted(sampling.keys() & {"regex", "choice", "grammar"})
     if given:
         raise ApiError(400, f"{given[0]} is not allowed beside tools: their calls follow a grammar too", given[0])
-    if content is not None and not told.style.repeats:
-        raise ApiError(400, "response_format is not allowed beside tools: this model's calls are JSON too", "tools")
+    if content is not None:
+        if style.starts_answer:
+            raise ApiError(400, "response_format is not allowed beside tools: this model's calls are JSON too", "tools")
+        style = replace(style, starts_answer=True)
     is_required = asked.tool_choice != "auto"
-    grammar = tool_grammar(_callable(asked, tools), told.style, is_required, asked.parallel_tool_calls, content)
-    return Conversation(prompt, {**sampling, "grammar": grammar}, told.style)
+    grammar = tool_grammar(_callable(asked, tools), style, is_required, asked.parallel_tool_calls, content)
+    return Conversation(prompt, {**sampling, "grammar": grammar}, style)
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
+    """Token ids of a conversation, up to where its answer begins.
+
+    Raises:
+        ApiError, InvalidValueError: as of `prepare`.
+    """
+    return prepare(tokenizer, ChatRequest(messages=list(messages))).prompt
+
+
+def as_chat(asked: ResponsesRequest) -> ChatRequest:
+    """A call of `/v1/responses` as a chat, of what makes its prompt and its sampling.
+
+    Raises:
+        InvalidValueError: an item of a kind that is not known.
+    """
+    wanted, choice = asked.text.format, asked.tool_choice
+    schema = None if wanted.definition is None else {"name": wanted.name, "schema": wanted.definition}
+    named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
+    return ChatRequest.model_validate(
+        {
+            **asked.model_dump(include=set(GenerationRequest.model_fields), exclude_none=True),
+            "messages": _input_messages(asked.instructions, asked.input),
+            "response_format": {"type": wanted.type, "json_schema": schema},
+            "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in asked.tools],
+            "tool_choice": named,
+            "parallel_tool_calls": asked.parallel_tool_calls,
+            "chat_template_kwargs": asked.chat_template_kwargs,
+        }
+    )
+
+
+def _input_messages(instructions: str | None, given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items of `/v1/responses` as messages of a chat.
+
+    Raises:
+        InvalidValueError: an item of a kind that is not known.
+    """
+    messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
+    if isinstance(given, str):
+        return [*messages, {"role": "user", "content": given}]
+    for item in given:
+        kind = item.get("type", "message")
+        if kind == "message" and "role" in item:
+            messages.append({"role": item["role"], "content": _input_text(item.get("content", ""))})
+        elif kind == "function_call":
+            call = {"id": item.get("call_id"), "type": "function",
+                    "function": {"name": item.get("name"), "arguments": item.get("arguments", "{}")}}  # fmt: skip
+            if messages and messages[-1]["role"] == "assistant":
+                messages[-1].setdefault("tool_calls", []).append(call)
+            else:
+                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        elif kind == "function_call_output":
+            output = _input_text(item.get("output", ""))
+            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
+        elif kind != "reasoning":
+            raise InvalidValueError(f"input has an item of type {kind!r}: messages and function calls are understood")
+    return messages
+
+
+def _input_text(content: Any) -> str:
+    if isinstance(content, str):
+        return content
+    texts = []
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
+            raise InvalidValueError("input has a part that is no text: only text is understood")
+        texts.append(str(part.get("text", "")))
+    return "".join(texts)
 
 
 def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -74,9 +160,7 @@ def _plain(message: Message) -> dict[str, Any]:
     return {"content": "", **given}
 
 
-def _tool(number: int, asked: ChatRequest) -> Tool:
-    assert asked.tools is not None
-    function = asked.tools[number].function
+def _tool(function: Function) -> Tool:
     parameters = function.parameters or {"type": "object", "properties": {}, "additionalProperties": False}
     if parameters.get("type", "object") != "object":
         raise InvalidValueError(f"tools has {function.name!r} whose parameters are no object: their type must be it")

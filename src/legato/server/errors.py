@@ -11,7 +11,8 @@ RETRY_AFTER_SECONDS = 1
 _FIELDS = frozenset(SamplingParams.__dataclass_fields__) | {
     "messages", "cache_salt", "priority", "tools", "response_format", "chat_template_kwargs",
 }  # fmt: skip
-_RENAMED = {"input_ids": "prompt", "min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens"}
+_RENAMED = {"input_ids": "prompt", "min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens",
+            "template": "chat_template_kwargs"}  # fmt: skip
 
 
 class ApiError(Exception):
@@ -36,6 +37,8 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         if self.status in (429, 503):
             return {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        if self.code == "timeout":  # OpenAI's clients would ask twice more
+            return {"X-Should-Retry": "false"}
         return {"WWW-Authenticate": "Bearer"} if self.status == 401 else {}
 
     def as_dict(self) -> dict[str, Any]:
@@ -50,7 +53,7 @@ class ApiError(Exception):
             return cls(503, "the server is shutting down", kind="server_error", code="shutting_down")
         if isinstance(error, EngineError):
             return cls(500, "the engine has failed", kind="server_error", code="engine_failed")
-        if isinstance(error, InvalidValueError | ValueError):
+        if isinstance(error, InvalidValueError):
             return cls.invalid(str(error))
         return cls(500, "internal error", kind="server_error")
 

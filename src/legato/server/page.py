@@ -4,13 +4,14 @@ from collections.abc import Callable
 from pathlib import Path
 
 from fastapi import FastAPI, Response
-from starlette.responses import FileResponse, StreamingResponse
+from starlette.responses import FileResponse
 from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from legato.manager import ContinuousBatchingManager
 from legato.server.errors import ApiError
 from legato.server.live import LiveView
+from legato.server.streaming import EventStream
 
 _FILES = Path(__file__).parent / "page"
 _HEADERS = {
@@ -41,8 +42,7 @@ def add_page(app: FastAPI, manager: ContinuousBatchingManager, is_open: Callable
         """What the engine does, as server-sent events."""
         if not is_open():
             raise ApiError(503, "the engine is not running", kind="server_error", code="not_ready")
-        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(live.events(is_open), media_type="text/event-stream", headers=headers)
+        return EventStream(live.events(is_open), {})
 
 
 class _PageFiles(StaticFiles):

@@ -2,7 +2,7 @@
 
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from legato.errors import InvalidValueError
 
@@ -69,6 +69,14 @@ class GenerationRequest(BaseModel):
     cache_salt: str | None = None
     priority: int = 0
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        """Clients send null for what they leave out."""
+        if not isinstance(given, dict):
+            return given
+        return {name: value for name, value in given.items() if value is not None}
 
     def renamed(self) -> dict[str, str]:
         """What fields of `SamplingParams` are called here, where that is not their own name."""
@@ -148,7 +156,8 @@ class ChatRequest(GenerationRequest):
 
     def renamed(self) -> dict[str, str]:
         schema = {} if self.json_schema is not None else {"json_schema": "response_format"}
-        return {"input_ids": "messages", **schema, **({"grammar": "tools"} if self.tools else {})}
+        tokens = {} if self.max_completion_tokens is None else {"max_new_tokens": "max_completion_tokens"}
+        return {"input_ids": "messages", **tokens, **schema, **({"grammar": "tools"} if self.tools else {})}
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
@@ -176,7 +185,6 @@ class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
     prompt: str | list[str] | list[int] | list[list[int]]
-    max_tokens: int | None = 16
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
@@ -256,61 +264,10 @@ class ResponsesRequest(GenerationRequest):
     background: bool | None = None
     metadata: dict[str, str] | None = None
 
+    def renamed(self) -> dict[str, str]:
+        tokens = {} if self.max_output_tokens is None else {"max_new_tokens": "max_output_tokens"}
+        schema = {} if self.json_schema is not None else {"json_schema": "text"}
+        return {"input_ids": "input", **tokens, **schema, **({"grammar": "tools"} if self.tools else {})}
+
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
-
-    def as_chat(self) -> ChatRequest:
-        """The same as a chat, of what makes its prompt and its sampling."""
-        wanted, choice = self.text.format, self.tool_choice
-        schema = None if wanted.definition is None else {"name": wanted.name, "schema": wanted.definition}
-        named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
-        return ChatRequest.model_validate(
-            {
-                **self.model_dump(include=set(GenerationRequest.model_fields), exclude_none=True),
-                "messages": input_messages(self.instructions, self.input),
-                "response_format": {"type": wanted.type, "json_schema": schema},
-                "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in self.tools],
-                "tool_choice": named,
-                "parallel_tool_calls": self.parallel_tool_calls,
-                "chat_template_kwargs": self.chat_template_kwargs,
-            }
-        )
-
-
-def input_messages(instructions: str | None, given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items of `/v1/responses` as messages of a chat.
-
-    Raises:
-        InvalidValueError: an item of a kind that is not known.
-    """
-    messages: list[dict[str, Any]] = [] if instructions is None else [{"role": "system", "content": instructions}]
-    if isinstance(given, str):
-        return [*messages, {"role": "user", "content": given}]
-    for item in given:
-        kind = item.get("type", "message")
-        if kind == "message" and "role" in item:
-            messages.append({"role": item["role"], "content": _input_text(item.get("content", ""))})
-        elif kind == "function_call":
-            call = {"id": item.get("call_id"), "type": "function",
-                    "function": {"name": item.get("name"), "arguments": item.get("arguments", "{}")}}  # fmt: skip
-            if messages and messages[-1].get("tool_calls"):
-                messages[-1]["tool_calls"].append(call)
-            else:
-                messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-        elif kind == "function_call_output":
-            output = _input_text(item.get("output", ""))
-            messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": output})
-        elif kind != "reasoning":
-            raise InvalidValueError(f"input has an item of type {kind!r}: messages and function calls are understood")
-    return messages
-
-
-def _input_text(content: Any) -> str:
-    if isinstance(content, str):
-        return content
-    texts = []
-    for part in content if isinstance(content, list) else [content]:
-        if not isinstance(part, dict) or part.get("type") not in ("input_text", "output_text", "text"):
-            raise InvalidValueError("input has a part that is no text: only text is understood")
-        texts.append(str(part.get("text", "")))
-    return "".join(texts)

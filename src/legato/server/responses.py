@@ -12,11 +12,12 @@ from starlette.responses import JSONResponse
 
 from legato.request import GenerationOutput
 from legato.server.answers import ChoiceText, Usage
-from legato.server.completions import DEFAULT_CHAT_TOKENS, EventStream, event, unless_gone
-from legato.server.conversation import Conversation, prepare
+from legato.server.completions import DEFAULT_CHAT_TOKENS
+from legato.server.conversation import Conversation, as_chat, prepare
 from legato.server.errors import ApiError
 from legato.server.protocol import ResponsesRequest
 from legato.server.service import Outputs, Service
+from legato.server.streaming import EventStream, event, unless_gone
 from legato.server.tools import ToolCallReader, ToolStyle
 
 Event = dict[str, Any]
@@ -30,7 +31,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
         """Answer a conversation that is given whole."""
         headers = service.check(asked)
         _refuse_state(asked)
-        chat = await run_in_threadpool(lambda: prepare(service.tokenizer, asked.as_chat()))
+        chat = await run_in_threadpool(lambda: prepare(service.tokenizer, as_chat(asked)))
         return await unless_gone(request, _answer(service, asked, chat, headers))
 
 

@@ -16,12 +16,26 @@ logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
 HEAD_SECONDS = 20.0  # until a request's head is here
+READ_SECONDS = 60.0  # until a client that has much to read has read some of it
 
 
 class ImpatientProtocol(H11Protocol):
-    """Hangs up on who is slow to say what he wants: else connections that send a byte now and then stay for ever."""
+    """Hangs up on who is slow to say what he wants, or does not read what he asked for.
+
+    Else such connections, and what is held for them, would stay for ever.
+    """
 
     _hang_up: asyncio.TimerHandle | None = None
+    _give_up: asyncio.TimerHandle | None = None
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._give_up is None:
+            self._give_up = self.loop.call_later(READ_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._read()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -34,6 +48,12 @@ class ImpatientProtocol(H11Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._forget()
+        self._read()
+
+    def _read(self) -> None:
+        if self._give_up is not None:
+            self._give_up.cancel()
+            self._give_up = None
 
     def _watch(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:

@@ -99,7 +99,8 @@ class Service:
             )
         new_tokens = asked.new_tokens()
         if new_tokens is not None and new_tokens < 1:
-            raise ApiError(400, f"max_tokens={new_tokens} is not allowed: it must be at least 1", "max_tokens")
+            name = asked.renamed().get("max_new_tokens", "max_tokens")
+            raise ApiError(400, f"{name}={new_tokens} is not allowed: it must be at least 1", name)
         room = max(1, self.manager.max_tokens - max(map(len, prompts), default=0))
         return [
             RequestSpec(
@@ -136,14 +137,18 @@ class Service:
         except LegatoError as error:
             raise ApiError.of(error) from error
         except TimeoutError as error:
+            self.metrics.cancelled(unfinished)
             told = f"timeout: the answer was not complete after {seconds} seconds"
             raise ApiError(408, told, "timeout", kind="timeout_error", code="timeout") from error
-        finally:
-            self.metrics.cancelled(max(unfinished, 0))  # samples of a request that was refused have one end
+        except (asyncio.CancelledError, GeneratorExit):
+            self.metrics.cancelled(unfinished)
+            raise
 
 
 async def _next(outputs: Outputs, deadline: float | None) -> tuple[int, GenerationOutput] | None:
     """None after the last. Who waits may be another task each time, so each wait has a timeout of its own."""
+    if deadline is not None and asyncio.get_running_loop().time() >= deadline:  # though there need be no wait
+        raise TimeoutError
     async with asyncio.timeout_at(deadline):
         return await anext(outputs, None)
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from legato.errors import InvalidValueError
+from legato.grammar import JSON_SETTINGS
 from legato.text import Message, render_chat
 
 Event = tuple[Literal["content", "name", "arguments"], str]
 
-_JSON_SETTINGS = {"whitespace_flexible": False, "lenient": False, "coerce_one_of": False}
 _INSTRUCTIONS = """\
 You may use these tools, one description a line:
 {tools}
@@ -30,7 +30,8 @@ class ToolStyle:
         head: what stands between that and the tool's name.
         middle: between the name and the arguments.
         end: after them.
-        repeats: whether several calls may follow one another; else a call is the whole answer.
+        repeats: whether several calls may follow one another.
+        starts_answer: whether an answer that has calls begins with one; else there may be text before.
     """
 
     trigger: str
@@ -38,11 +39,14 @@ class ToolStyle:
     middle: str
     end: str
     repeats: bool
+    starts_answer: bool
 
 
 # As Qwen, Hermes and SmolLM2 do it, and as Llama 3 does.
-TAGGED = ToolStyle("<tool_call>", '\n{"name": "', '", "arguments": ', "}\n</tool_call>", repeats=True)
-BARE = ToolStyle('{"name": "', "", '", "parameters": ', "}", repeats=False)
+TAGGED = ToolStyle(
+    "<tool_call>", '\n{"name": "', '", "arguments": ', "}\n</tool_call>", repeats=True, starts_answer=False
+)
+BARE = ToolStyle('{"name": "', "", '", "parameters": ', "}", repeats=False, starts_answer=True)
 
 
 @dataclass(frozen=True)
@@ -81,18 +85,23 @@ class ToolPrompt:
 
 
 def tool_prompt(tokenizer: Any, messages: Sequence[Message], tools: Sequence[Tool]) -> ToolPrompt:
-    """Tell the model of its tools: by its chat template where that knows of any, else in the system message.
+    """Tell the model of its tools, and of calls that were made: by its chat template where that knows of any, else in
+    the system message and in the others' text.
 
     Raises:
         InvalidValueError: as of `encode_chat`.
     """
+    if not tools and not any(message["role"] == "tool" or message.get("tool_calls") for message in messages):
+        return ToolPrompt(list(messages), None, TAGGED)
     described = [tool.described() for tool in tools]
     messages = [_with_arguments_read(message) for message in messages]
     probe = [{"role": "user", "content": "?"}]
-    told = render_chat(tokenizer, probe, described)
+    told = render_chat(tokenizer, probe, described or [Tool("any", None, {"type": "object"}).described()])
     if told != render_chat(tokenizer, probe):
         is_bare = "<tool_call>" not in told and '"parameters"' in told
-        return ToolPrompt(messages, described, BARE if is_bare else TAGGED)
+        return ToolPrompt(messages, described or None, BARE if is_bare else TAGGED)
+    if not tools:
+        return ToolPrompt([_in_plain_words(message) for message in messages], None, TAGGED)
     text = _INSTRUCTIONS.format(tools="\n".join(json.dumps(one["function"]) for one in described))
     plain = [_in_plain_words(message) for message in messages]
     if plain and plain[0]["role"] == "system":
@@ -106,16 +115,19 @@ def _with_arguments_read(message: Message) -> Message:
     """Clients send a call's arguments as a text; templates want what it says."""
     if not message.get("tool_calls"):
         return message
-    calls = []
-    for call in message["tool_calls"]:
-        try:
-            function = dict(call["function"])
-            arguments = function.get("arguments") or "{}"
-            function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
-            calls.append({**call, "function": {"name": str(function["name"]), **function}})
-        except (TypeError, KeyError, ValueError) as error:
-            raise InvalidValueError(f"messages has a tool call that is none: {error}") from error
-    return {**message, "tool_calls": calls}
+    try:
+        return {**message, "tool_calls": [_call_read(call) for call in message["tool_calls"]]}
+    except (TypeError, KeyError, ValueError, RecursionError) as error:
+        raise InvalidValueError(f"messages has a tool call that is none: {error}") from error
+
+
+def _call_read(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = dict(call["function"])
+    if not isinstance(function["name"], str):
+        raise TypeError(f"name={function['name']!r} is no text")
+    arguments = function.get("arguments") or "{}"
+    function["arguments"] = json.loads(arguments) if isinstance(arguments, str) else arguments
+    return {**call, "function": function}
 
 
 def _in_plain_words(message: Message) -> Message:
@@ -156,7 +168,7 @@ def tool_grammar(
         start = f"start: {trigger} call {again}"
     elif content is not None:
         start = f"start: content | {trigger} call {again}\ncontent: %json {_schema(content)}"
-    elif style.repeats:
+    elif not style.starts_answer:
         start = f"start: TEXT | head call {again}\nhead[lazy]: TEXT {trigger}\nTEXT: /(.|\\n)*/"
     else:  # what begins as a call is one
         start = f"start: TEXT | {trigger} call\nTEXT: /[^{{](.|\\n)*/"
@@ -170,7 +182,7 @@ def tool_grammar(
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
-    return json.dumps({**schema, "x-guidance": _JSON_SETTINGS})
+    return json.dumps({**schema, "x-guidance": JSON_SETTINGS})
 
 
 class ToolCallReader:
@@ -204,7 +216,7 @@ class ToolCallReader:
         """Up to the next call."""
         trigger = self._style.trigger
         rest = self._rest.lstrip() if self._num_calls else self._rest
-        if not self._style.repeats and not trigger.startswith(rest[: len(trigger)]):
+        if self._style.starts_answer and not self._num_calls and not trigger.startswith(rest[: len(trigger)]):
             self._may_call = False  # what does not begin as a call is none
         before, found, after = rest.partition(trigger)
         if found and self._may_call:

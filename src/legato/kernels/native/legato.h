@@ -19,7 +19,7 @@ enum {
 
 /* out [rows][columns] = x [rows][depth] × weights + bias.
 
-   For LEGATO_INT8 tiles round x to 16 bits with a scale a row. If `gated`, weights are twice as many columns, 32 of the gate and
+   For LEGATO_INT8 libraries with tiles round x to 16 bits with a scale a row, by vectors too. If `gated`, weights are twice as many columns, 32 of the gate and
    32 to be gated in turn, and out = activation(gate) × the other; column_scales and bias are in the order of the weights. */
 typedef struct {
     int64_t kind, by_tiles;
