@@ -941,3 +941,28 @@ def test_what_a_manager_took_goes_with_it(fused_decoder: bool) -> None:
         assert count() == before
     finally:
         gc.enable()
+
+
+def test_a_slow_consumer_in_asyncio_gets_the_latest(manager: ContinuousBatchingManager) -> None:
+    async def ask(wait: float) -> list[int]:
+        specs = [RequestSpec([5, 6, 7 + i], 40, streaming=True) for i in range(3)]
+        lengths: list[list[int]] = [[], [], []]
+        final = {}
+        async for index, output in manager.as_completed_async(specs):
+            lengths[index].append(len(output.generated_tokens))
+            if output.is_finished():
+                final[index] = output.generated_tokens
+            if wait:  # until all of it has come
+                await asyncio.sleep(wait)
+                wait = 0
+        assert all(sorted(set(of)) == of and of[-1] == 40 for of in lengths)
+        plain = dict(manager.as_completed([RequestSpec(spec.input_ids, 40) for spec in specs]))
+        assert final == {index: output.generated_tokens for index, output in plain.items()}
+        return [len(of) for of in lengths]
+
+    async def many() -> list[list[int]]:
+        return list(await asyncio.gather(*(ask(0) for _ in range(8))))
+
+    with manager.session():
+        assert asyncio.run(ask(3)) < [5, 5, 5]
+        assert all(max(of) <= 40 for of in asyncio.run(many()))

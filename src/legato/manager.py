@@ -20,7 +20,7 @@ from legato.engine_thread import EngineThread
 from legato.errors import InvalidValueError, ManagerStateError
 from legato.generation import GenerationDefaults, RequestFactory
 from legato.request import GenerationOutput, Request, RequestSpec
-from legato.router import OutputIterator, OutputRouter, ResultHandler
+from legato.router import Inbox, OutputIterator, OutputRouter, ResultHandler
 
 logger = logging.getLogger(__name__)
 
@@ -248,44 +248,35 @@ class ContinuousBatchingManager:
         unfinished = self._submit_all(specs, outputs.put)
         try:
             while unfinished:
-                output = _next_output(outputs, heartbeat)
-                index = unfinished[output.request_id]
-                if output.is_finished():
-                    self._thread.check()
-                    del unfinished[output.request_id]
-                yield index, output
+                yield self._placed(_next_output(outputs, heartbeat), unfinished)
         finally:
             self._cancel_all(unfinished)
 
     async def as_completed_async(
         self, specs: Sequence[RequestSpec]
     ) -> AsyncGenerator[tuple[int, GenerationOutput], None]:
-        """`as_completed` for asyncio: submitting, which may compile a grammar, is done beside the loop."""
-        loop, outputs = asyncio.get_running_loop(), asyncio.Queue[GenerationOutput]()
+        """`as_completed` for asyncio: submitting, which may compile a grammar, is done beside the loop.
 
-        def put(output: GenerationOutput) -> None:
-            loop.call_soon_threadsafe(outputs.put_nowait, output)
+        Of a request's partial outputs that came while nobody took any only the latest is given.
+        """
+        loop, inbox = asyncio.get_running_loop(), Inbox()
 
         def withdraw(done: asyncio.Future[dict[str, int]]) -> None:
             if done.exception() is None:
                 self._cancel_all(done.result())
 
-        submitting = loop.run_in_executor(None, self._submit_all, specs, put)
-        try:
-            unfinished = await asyncio.shield(submitting)
-        except asyncio.CancelledError:
-            submitting.add_done_callback(withdraw)  # it goes on in its thread, and must not leave requests behind
-            raise
-        try:
-            while unfinished:
-                output = await outputs.get()
-                index = unfinished[output.request_id]
-                if output.is_finished():
-                    self._thread.check()
-                    del unfinished[output.request_id]
-                yield index, output
-        finally:
-            self._cancel_all(unfinished)
+        with self._router.mail_to(loop) as mail:
+            submitting = loop.run_in_executor(None, self._submit_all, specs, mail.handler(inbox))
+            try:
+                unfinished = await asyncio.shield(submitting)
+            except asyncio.CancelledError:
+                submitting.add_done_callback(withdraw)  # it goes on in its thread, and must not leave requests behind
+                raise
+            try:
+                while unfinished:
+                    yield self._placed(await inbox.get(), unfinished)
+            finally:
+                self._cancel_all(unfinished)
 
     def cancel_request(self, request_id: str) -> None:
         """End a request at the next step; its final output is FAILED, with `finish_reason` "cancelled".
@@ -416,6 +407,14 @@ class ContinuousBatchingManager:
         if len(families) < len(specs):
             raise ManagerStateError("the manager is stopped or stopping: nothing was submitted")
         return {request_id: index for index, family in enumerate(families) for request_id in family}
+
+    def _placed(self, output: GenerationOutput, unfinished: dict[str, int]) -> tuple[int, GenerationOutput]:
+        """An output with its index; a final one is no longer among the unfinished."""
+        index = unfinished[output.request_id]
+        if output.is_finished():
+            self._thread.check()
+            del unfinished[output.request_id]
+        return index, output
 
     def _cancel_all(self, request_ids: Iterable[str]) -> None:
         for request_id in request_ids:

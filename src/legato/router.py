@@ -25,6 +25,62 @@ class Polled:
     ended: bool
 
 
+class Inbox:
+    """Outputs of some requests, for one consumer in an asyncio loop.
+
+    Of each request only the latest is kept, as it holds all of those before: a consumer that is slow gets fewer and
+    longer ones, and no heap of them grows.
+    """
+
+    def __init__(self) -> None:
+        self._latest: dict[str, GenerationOutput] = {}
+        self._arrived = asyncio.Event()
+
+    def put(self, output: GenerationOutput) -> None:
+        """In the loop."""
+        self._latest[output.request_id] = output
+        self._arrived.set()
+
+    async def get(self) -> GenerationOutput:
+        """The latest output of the request that has waited longest."""
+        while not self._latest:
+            self._arrived.clear()
+            await self._arrived.wait()
+        return self._latest.pop(next(iter(self._latest)))
+
+
+class LoopMail:
+    """From the engine's thread into one asyncio loop, which is woken once for all outputs of a step: to wake it takes a
+    system call, after which the two threads would contend for the interpreter.
+
+    Args:
+        loop: where outputs go.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._sent: deque[tuple[Inbox, GenerationOutput]] = deque()
+        self._woken = False
+        self.num_users = 0
+
+    def handler(self, inbox: Inbox) -> ResultHandler:
+        """What hands outputs to an inbox, once `wake` is called."""
+        return lambda output: self._sent.append((inbox, output))
+
+    def wake(self) -> None:
+        """Deliver what was sent; from any thread."""
+        if self._sent and not self._woken:
+            self._woken = True
+            with suppress(RuntimeError):  # a loop that was closed has nobody left to wake
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # before anything is taken: what is sent from now on wakes anew
+        while self._sent:
+            inbox, output = self._sent.popleft()
+            inbox.put(output)
+
+
 class OutputRouter:
     """Outputs on their way to consumers; each goes to exactly one.
 
@@ -44,6 +100,7 @@ class OutputRouter:
         self._waited_for: Counter[str] = Counter()
         self._handlers: dict[str, ResultHandler] = {}
         self._listeners: set[Callable[[], object]] = set()
+        self._mail: dict[asyncio.AbstractEventLoop, LoopMail] = {}
 
     # The engine's side
 
@@ -175,6 +232,22 @@ class OutputRouter:
     def unlisten(self, listener: Callable[[], object]) -> None:
         with self._changed:
             self._listeners.discard(listener)
+
+    @contextmanager
+    def mail_to(self, loop: asyncio.AbstractEventLoop) -> Iterator[LoopMail]:
+        """The mail into a loop, one for all who use it at the same time."""
+        with self._changed:
+            mail = self._mail.setdefault(loop, LoopMail(loop))
+            mail.num_users += 1
+            self._listeners.add(mail.wake)
+        try:
+            yield mail
+        finally:
+            with self._changed:
+                mail.num_users -= 1
+                if not mail.num_users:
+                    del self._mail[loop]
+                    self._listeners.discard(mail.wake)
 
     @contextmanager
     def _waiting_for(self, request_id: str | None) -> Iterator[None]:
