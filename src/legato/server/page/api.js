@@ -46,13 +46,17 @@ async function messageOf(response) {
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
-  for (;;) {
-    const { value, done } = await reader.read();
-    if (done) return;
-    const parts = (rest + value).split("\n\n");
-    rest = parts.pop();
-    for (const part of parts) {
-      if (part.startsWith("data: ")) yield part.slice("data: ".length);
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      const parts = (rest + value).split("\n\n");
+      rest = parts.pop();
+      for (const part of parts) {
+        if (part.startsWith("data: ")) yield part.slice("data: ".length);
+      }
     }
+  } finally {
+    reader.cancel().catch(() => {}); // whoever stops listening hangs up; one that has failed cannot be cancelled
   }
 }

@@ -44,7 +44,7 @@ export class Chat {
   }
 
   #regenerate() {
-    if (this.#messages.at(-1)?.role === "assistant") {
+    if (this.#messages.at(-1).role === "assistant") {
       this.#messages.pop();
       byId("conversation").lastElementChild.remove();
     }
@@ -73,9 +73,7 @@ export class Chat {
       if (messages === this.#messages && error.name !== "AbortError") complain(error);
     }
     this.#answering = null;
-    answer.end(answering.signal.aborted);
-    if (messages !== this.#messages) answer.remove();
-    else if (answer.content) messages.push({ role: "assistant", content: answer.content });
+    if (answer.end(answering.signal.aborted)) messages.push({ role: "assistant", content: answer.content });
     this.#show();
   }
 
@@ -131,17 +129,16 @@ class Answer {
     this.#speaker.push(text);
   }
 
+  // Returns whether there is one, were it empty.
   end(stopped) {
     this.#speaker.finish();
     this.#message.item.removeAttribute("aria-busy");
     this.#message.text.normalize(); // one text node in place of one a token
     this.#message.caption.textContent = this.#describe(stopped);
-    if (!this.content && !this.#usage && !stopped) this.remove();
+    const isThere = Boolean(this.content || this.#usage);
+    if (!isThere) this.#message.item.remove();
     this.#scroll.follow();
-  }
-
-  remove() {
-    this.#message.item.remove();
+    return isThere;
   }
 
   #describe(stopped) {

@@ -30,6 +30,7 @@ export class EngineView {
   // Watches for as long as the page is open and seen, and tries again when the connection ends.
   async run() {
     for (;;) {
+      let wait = 2000;
       await seen();
       const watching = new AbortController();
       const leave = () => watching.abort();
@@ -39,9 +40,10 @@ export class EngineView {
         this.#lost("not connected");
       } catch (error) {
         this.#lost(error.message);
+        if (error.status === 401) wait = 60000; // or until the key changes
       }
       for (const event of ["visibilitychange", "keychange"]) document.removeEventListener(event, leave);
-      if (!watching.signal.aborted) await pause(2000);
+      if (!watching.signal.aborted) await pause(wait);
     }
   }
 
@@ -233,7 +235,12 @@ function seen() {
 
 function pause(milliseconds) {
   return new Promise((resolve) => {
-    const timer = setTimeout(resolve, milliseconds);
-    document.addEventListener("keychange", () => (clearTimeout(timer), resolve()), { once: true });
+    const wake = () => {
+      clearTimeout(timer);
+      document.removeEventListener("keychange", wake);
+      resolve();
+    };
+    const timer = setTimeout(wake, milliseconds);
+    document.addEventListener("keychange", wake);
   });
 }
