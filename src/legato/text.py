@@ -68,7 +68,7 @@ def _apply_template(
     settings = {"add_generation_prompt": True, "tokenize": tokenize, "tools": tools}
     try:
         return tokenizer.apply_chat_template(list(messages), **settings, **template)
-    except (TemplateError, TypeError, ValueError, KeyError, RecursionError) as error:
+    except (TemplateError, TypeError, ValueError, KeyError) as error:
         raise InvalidValueError(f"the chat template refuses the messages: {error}") from error
 
 

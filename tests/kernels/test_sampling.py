@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from legato.engine.sampling import draw_with_torch
+from legato.engine.sampling import draw_with_torch, forbid_with_torch
 from legato.filters import Filters
 from legato.kernels.choose import VARIABLE
 from legato.kernels.library import LEVELS, load_library
@@ -253,6 +253,30 @@ def test_a_flat_distribution_is_searched_to_its_end(sampler: NativeSampler) -> N
         tokens, logprobs = draw(sampler, logits.expand(3, -1), [settings] * 3, keys)
         assert tokens[:2] == [kept[0], kept[-1]] and masses[tokens[2]] > 0
         np.testing.assert_allclose(logprobs, np.log(masses[tokens] / masses.sum()), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("vocab_size", [1, 7, 16, 31, 100, 4099])
+def test_forbidding_is_that_of_torch_and_stays_in_its_rows(sampler: NativeSampler, vocab_size: int) -> None:
+    rng = np.random.default_rng(vocab_size)
+    wide = torch.from_numpy(rng.normal(size=(9, vocab_size + 5)).astype(np.float32))
+    rows = np.array([0, 3, 4, 8])
+    masks = rng.integers(0, 256, (4, (vocab_size + 31) // 32 * 4), dtype=np.uint8)
+    masks[1], masks[2] = 0, 255
+    masks[3, vocab_size // 8] &= (1 << vocab_size % 8) - 1
+    masks[3, : vocab_size // 8] = 0
+    ours, theirs = wide.clone(), wide.clone()
+    any_may = sampler.forbid(ours[:, :vocab_size], rows, masks)
+    assert any_may.tolist() == forbid_with_torch(theirs[:, :vocab_size], rows, masks).tolist()
+    assert any_may.tolist()[1:3] == [False, True]
+    assert torch.equal(ours, theirs)
+    expected = wide.clone()
+    for row, mask in zip(rows, masks, strict=True):
+        for token in range(vocab_size):
+            if not mask[token // 8] >> (token % 8) & 1:
+                expected[row, token] = -torch.inf
+    assert torch.equal(ours, expected)
+    with pytest.raises(ValueError, match="float32 on the CPU"):
+        sampler.forbid(wide.T, rows, masks)
 
 
 def test_rows_lie_anywhere(sampler: NativeSampler) -> None:

@@ -11,7 +11,7 @@ import pytest
 from selenium.webdriver.common.keys import Keys
 
 from tests.server.browser import Browser
-from tests.server.test_openai_client import KEY, Server
+from tests.server.legato_server import KEY, Server
 
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 QUESTION = "Name three colours of the sky."

@@ -78,11 +78,17 @@ def process_logits(logits: Tensor, sampling: SamplingBatch) -> dict[int, str]:
 
 def _restrict(logits: Tensor, allowed: AllowedTokens, errors: dict[int, str]) -> None:
     """-inf for what a row's grammar does not allow."""
-    bits = np.unpackbits(allowed.masks(), axis=1, bitorder="little")[:, : logits.shape[1]]
-    for row, may_come in zip(allowed.rows.tolist(), bits, strict=True):
-        if not may_come.any():
-            errors[row] = "no token fits the grammar"
-        logits[row].masked_fill_(_on(may_come == 0, logits), -torch.inf)
+    native = native_sampler() if logits.device.type == "cpu" and logits.stride(1) == 1 else None
+    any_may = (forbid_with_torch if native is None else native.forbid)(logits, allowed.rows, allowed.masks())
+    errors.update(dict.fromkeys(allowed.rows[~any_may].tolist(), "no token fits the grammar"))
+
+
+def forbid_with_torch(logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.uint8]) -> NDArray[np.bool_]:
+    """The twin of `NativeSampler.forbid`, for any device."""
+    may_come = np.unpackbits(masks, axis=1, bitorder="little")[:, : logits.shape[1]] != 0
+    for row, allowed in zip(rows.tolist(), may_come, strict=True):
+        logits[row].masked_fill_(_on(~allowed, logits), -torch.inf)
+    return np.asarray(may_come.any(axis=1))
 
 
 def _edit(logits: Tensor, edits: EditsBatch) -> None:

@@ -69,6 +69,15 @@ class Sampling(Structure):
     )  # fmt: skip
 
 
+class Forbidding(Structure):
+    """Of `legato_forbid`."""
+
+    _fields_ = (
+        ("logits", _P), ("stride", _I), ("vocab", _I), ("count", _I), ("rows", _P), ("masks", _P), ("mask_bytes", _I),
+        ("any", _P),
+    )  # fmt: skip
+
+
 class Call(Structure):
     """One of those that `legato_replay` makes."""
 
@@ -83,6 +92,7 @@ KERNELS: dict[str, type[Structure]] = {
     "legato_attention": Attention,
     "legato_argmax": Argmax,
     "legato_sample": Sampling,
+    "legato_forbid": Forbidding,
 }
 
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from legato.filters import Filters
-from legato.kernels.calls import Argmax, Sampling
+from legato.kernels.calls import Argmax, Forbidding, Sampling
 from legato.kernels.choose import VARIABLE, find_library
 from legato.kernels.library import thread_pool
 
@@ -66,6 +66,25 @@ class NativeSampler:
         if self._library.legato_sample(self._pool, ctypes.byref(arguments)):
             raise MemoryError("sampling found no memory for its candidates")
         return tokens, logprobs
+
+    def forbid(self, logits: Tensor, rows: NDArray[np.int64], masks: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """-inf for tokens that must not come, in place. Returns for each of `rows` whether any may.
+
+        Args:
+            logits: float32 [rows, vocabulary] on the CPU, each row's side by side.
+            rows: which of them have a mask.
+            masks: [rows, bytes], bit i of a row, from the lowest, says whether token i may come.
+        """
+        if logits.dtype != torch.float32 or logits.device.type != "cpu" or logits.stride(1) != 1:
+            raise ValueError(f"forbidding takes whole rows of float32 on the CPU, not {logits.dtype}")
+        rows, masks = np.ascontiguousarray(rows, np.int64), np.ascontiguousarray(masks)
+        any_may = np.empty(len(rows), np.bool_)
+        arguments = Forbidding(
+            logits.data_ptr(), logits.stride(0), logits.shape[1], len(rows), rows.ctypes.data, masks.ctypes.data,
+            masks.shape[1], any_may.ctypes.data,
+        )  # fmt: skip
+        self._library.legato_forbid(self._pool, ctypes.byref(arguments))
+        return any_may
 
 
 def native_sampler() -> NativeSampler | None:

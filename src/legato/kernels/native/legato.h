@@ -108,4 +108,14 @@ typedef struct {
     double *logprobs; /* after temperature and filters, of the rows that want it; NaN where there is nothing to compute with */
 } Sampling;
 
+/* -inf, in place, for the tokens of some rows that must not come. */
+typedef struct {
+    float *logits;
+    int64_t stride, vocab, count;
+    const int64_t *rows;  /* [count] */
+    const uint8_t *masks; /* [count][mask_bytes], bit i of a row, from the lowest, says whether token i may come */
+    int64_t mask_bytes;
+    uint8_t *any; /* [count], whether any may */
+} Forbidding;
+
 #endif

@@ -148,6 +148,40 @@ EXPORT int64_t legato_argmax(Pool *pool, const Argmax *a) {
     return 0;
 }
 
+/* Returns whether any token may come. */
+static int forbid(float *x, const uint8_t *mask, int64_t vocab) {
+    int any = 0;
+    int64_t i = 0;
+#if defined(__AVX512F__)
+    for (; i + 16 <= vocab; i += 16) {
+        uint16_t bits;
+        memcpy(&bits, mask + i / 8, sizeof bits);
+        any |= bits;
+        _mm512_mask_storeu_ps(x + i, (__mmask16)~bits, _mm512_set1_ps(-INFINITY));
+    }
+#endif
+    for (; i < vocab; i++) {
+        int may = mask[i / 8] >> i % 8 & 1;
+        any |= may;
+        x[i] = may ? x[i] : -INFINITY;
+    }
+    return any != 0;
+}
+
+static void forbid_chunk(const void *arguments, int64_t chunk, int64_t thread) {
+    const Work *w = arguments;
+    const Forbidding *f = w->arguments;
+    (void)thread;
+    for (int64_t i = chunk * w->chunk_rows; i < (chunk + 1) * w->chunk_rows && i < f->count; i++)
+        f->any[i] = (uint8_t)forbid(f->logits + f->rows[i] * f->stride, f->masks + i * f->mask_bytes, f->vocab);
+}
+
+EXPORT int64_t legato_forbid(Pool *pool, const Forbidding *f) {
+    Work work = {f, chunk_rows(pool, f->count, f->vocab, SAMPLE_TOKENS), NULL};
+    run_chunks(pool, (f->count + work.chunk_rows - 1) / work.chunk_rows, forbid_chunk, &work);
+    return 0;
+}
+
 /* Memory of a thread. */
 typedef struct {
     float *tops;    /* [blocks] the largest logit of each, then its score */
