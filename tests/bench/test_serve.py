@@ -54,8 +54,8 @@ def test_figures_are_numpys() -> None:
     met = (np.array(waits["ttft_ms"]) <= 0.9) & (np.array(waits["inter_token_ms"]) <= 0.13)
     assert 0 < met.sum() < 50 and told.goodput == pytest.approx(met.sum() / 30, abs=1e-3)
     assert (told.requests, told.completed, told.errors, told.seconds) == (60, 50, {"timeout": 1}, 30.0)
-    assert (told.prompt_tokens, told.cached_tokens, told.output_tokens) == (500, 150, 1000)
-    assert told.output_tokens_per_second == pytest.approx(1000 / 30, abs=0.1) and told.tokens_per_piece == 2.5
+    assert (told.prompt_tokens, told.cached_tokens, told.tokens) == (500, 150, 1000)
+    assert told.tokens_per_second == pytest.approx(1000 / 30, abs=0.1) and told.tokens_per_piece == 2.5
     assert told.cpu_share == 0.25
     moments = np.linspace(0, 30, 30001)
     under_way = sum((moments >= r.sent) & (moments < r.ended) for r in replies)
@@ -65,7 +65,7 @@ def test_figures_are_numpys() -> None:
 
 def test_edges_of_figures() -> None:
     nothing = ServeFigures.of(3, [], Slo(1, 1), [], 0)
-    assert (nothing.ttft_ms, nothing.output_tokens_per_second, nothing.goodput) == (None, 0.0, 0.0)
+    assert (nothing.ttft_ms, nothing.tokens_per_second, nothing.goodput) == (None, 0.0, 0.0)
     assert "0 of 3 requests" in nothing.text() and nothing.warning() is None
     one_token = Reply(0, 0, 1, (0.5,), output_tokens=1)
     without_text = Reply(0, 0, 2, (), output_tokens=3)
@@ -239,7 +239,7 @@ def test_chunks_of_several_tokens_are_counted_right(known: str, prompts: Any) ->
     done = bench(known, "--prompts", prompts(*lines), "--clients", "2", "--max-tokens", "7", "--requests", "6")
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    assert (told["completed"], told["errors"], told["output_tokens"]) == (6, {}, 3 * 12 + 3 * 7)
+    assert (told["completed"], told["errors"], told["tokens"]) == (6, {}, 3 * 12 + 3 * 7)
     assert (told["prompt_tokens"], told["cached_tokens"], told["concurrency"]["most"]) == (24, 6, 2)
     assert told["tokens_per_piece"] == round(57 / (3 * 6 + 3 * 4), 3)
     # A server that sleeps can only be slower than that; how much slower is not of interest here.
@@ -256,7 +256,7 @@ def test_errors_by_kind(known: str, prompts: Any) -> None:
     assert told["errors"] == {
         "HTTP 429": 2, "timeout": 1, "error in the stream": 1, "no usage told": 1, "ended too soon": 1
     }  # fmt: skip
-    assert (told["completed"], told["output_tokens"], done.returncode) == (1, 4, 0)
+    assert (told["completed"], told["tokens"], done.returncode) == (1, 4, 0)
     assert told["goodput"] == pytest.approx(1 / told["seconds"], abs=1e-3)
     assert told["concurrency"]["most"] > 1  # open: nobody waits for those before
 
@@ -267,7 +267,7 @@ def test_a_trace_is_played_at_its_own_times(known: str, tmp_path: Path) -> None:
     path.write_text("\n".join(["TIMESTAMP,ContextTokens,GeneratedTokens", *rows]))
     done = bench(known, "--trace", str(path), "--format", "azure", "--speedup", "2")
     told = json.loads(done.stdout)
-    assert (told["completed"], told["output_tokens"]) == (3, 12)
+    assert (told["completed"], told["tokens"]) == (3, 12)
     assert told["seconds"] >= 0.5 + FIRST  # half of the second that the last one came after the first
 
 
@@ -283,7 +283,7 @@ def test_ctrl_c_prints_what_is_finished(known: str, slow_begun: threading.Event,
         out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     told = json.loads(out)
-    assert (told["requests"], told["completed"], told["errors"], told["output_tokens"]) == (3, 2, {}, 4)
+    assert (told["requests"], told["completed"], told["errors"], told["tokens"]) == (3, 2, {}, 4)
 
 
 def test_refusals(known: str, prompts: Any) -> None:
@@ -324,7 +324,7 @@ def test_a_real_server(server: Server, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
     assert (told["completed"], told["errors"]) == (8, {})
-    assert told["output_tokens"] == sum(r["max_new_tokens"] for r in requests)
+    assert told["tokens"] == sum(r["max_new_tokens"] for r in requests)
     assert told["prompt_tokens"] == sum(len(r["prompt_ids"]) for r in requests)
     assert told["goodput"] == told["requests_per_second"] > 0
     assert 0 < told["ttft_ms"]["p50"] < told["request_ms"]["p50"] and told["gap_ms"]["mean"] > 0

@@ -90,8 +90,8 @@ class ServeFigures:
         requests, completed: sent or to be sent, and answered in full.
         errors: how many of each kind; what is neither completed nor here was interrupted.
         seconds: from the start to the end of the last answer.
-        prompt_tokens, cached_tokens, output_tokens: of completed requests, as the server counts them.
-        requests_per_second, output_tokens_per_second: completed ones, over all of `seconds`.
+        prompt_tokens, cached_tokens, tokens: of completed requests, as the server counts them.
+        requests_per_second, tokens_per_second: completed ones, over all of `seconds`.
         tokens_per_piece: output tokens to a chunk that brings text.
         ttft_ms: from when a request was due to its first text.
         inter_token_ms: between a request's tokens, on average over the request: exact whatever a chunk holds.
@@ -110,9 +110,9 @@ class ServeFigures:
     seconds: float
     prompt_tokens: int
     cached_tokens: int
-    output_tokens: int
+    tokens: int
     requests_per_second: float
-    output_tokens_per_second: float
+    tokens_per_second: float
     tokens_per_piece: float | None
     ttft_ms: Times | None
     inter_token_ms: Times | None
@@ -148,9 +148,9 @@ class ServeFigures:
             seconds=round(seconds, 3),
             prompt_tokens=sum(reply.prompt_tokens for reply in good),
             cached_tokens=sum(reply.cached_tokens for reply in good),
-            output_tokens=tokens,
+            tokens=tokens,
             requests_per_second=round(len(good) * per_second, 3),
-            output_tokens_per_second=round(tokens * per_second, 1),
+            tokens_per_second=round(tokens * per_second, 1),
             tokens_per_piece=round(tokens / pieces, 3) if pieces else None,
             ttft_ms=Times.of([reply.ttft for reply in good]),
             inter_token_ms=Times.of([wait for reply in good if (wait := reply.inter_token) is not None]),
@@ -188,8 +188,8 @@ class ServeFigures:
         goodput = "" if self.goodput is None else f", {self.goodput:.2f} within the objective"
         facts = [
             f"{self.completed} of {self.requests} requests in {self.seconds:.1f} s; errors: {failed}",
-            f"{self.output_tokens_per_second:.1f} output tokens/s, {self.requests_per_second:.2f} requests/s{goodput}",
-            f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached), {self.output_tokens} output tokens",
+            f"{self.tokens_per_second:.1f} output tokens/s, {self.requests_per_second:.2f} requests/s{goodput}",
+            f"{self.prompt_tokens} prompt tokens ({self.cached_tokens} cached), {self.tokens} output tokens",
             f"at once: {self.concurrency['mean']:.1f}, {self.concurrency['most']:.0f} at most; "
             f"the generator took {self.cpu_share:.2f} cores",
         ]
