@@ -27,7 +27,7 @@ import psutil
 
 CLIENTS = 64
 PATIENCE_SECONDS = 120
-SETTINGS = ("page_size=16", "num_blocks=300", "max_queue_size=24")
+SETTINGS = ("--page-size", "16", "--num-blocks", "300", "--max-queue-size", "24")
 PROMPTS = ["The capital of France is", "Water boils at", "Once upon a time", "def fib(n):", "1, 2, 3,", "Dear Sir,"]
 RECURSIVE_SCHEMA = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
 TOO_MUCH: list[dict[str, Any]] = [
@@ -224,8 +224,7 @@ def greedy(prompt: str) -> dict[str, Any]:
 
 def start() -> tuple[subprocess.Popen[bytes], str]:
     command = [sys.executable, "-m", "legato.cli", "serve", "smollm2", "--port", "0", "--max-body-bytes", "500000"]
-    for setting in SETTINGS:
-        command += ["--set", setting]
+    command += SETTINGS
     log = subprocess.Popen(command, stderr=subprocess.PIPE)
     assert log.stderr is not None
     for line in log.stderr:
