@@ -51,7 +51,7 @@ def test_fuzz(server: Server, tmp_path: Path) -> None:
     report = tmp_path / "report.json"
     command = [
         sys.executable, "-m", "schemathesis.cli", "run", f"{server.url}/openapi.json", "--no-color", "--seed", "6",
-        "--max-time", str(seconds), "--max-examples", "100000", "--phases", "coverage,fuzzing", "--workers", "2",
+        "--max-time", str(seconds), "--max-examples", "100000", "--phases", "coverage,fuzzing",
         "--header", f"Authorization: Bearer {KEY}", "--checks", ",".join(CHECKS), "--generation-database", "none",
         "--request-timeout", "30", "--continue-on-failure", "--no-shrink", "--report-json-path", str(report),
     ]  # fmt: skip
