@@ -159,7 +159,7 @@ def test_the_next_generation_uses_the_new_weights(change: Any, manager_of: Calla
 
 
 def write_one_row_through_data(model: Any) -> None:
-    model.model.embed_tokens.weight.data[PROMPT[-1]] += 0.5
+    model.model.embed_tokens.weight.data[PROMPT[-1]] += 5
 
 
 def step_of_a_fused_optimizer(model: Any) -> None:
