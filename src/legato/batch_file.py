@@ -1,6 +1,7 @@
 """Files of prompts in, files of results out: the work of `legato generate`."""
 
 import json
+import logging
 import os
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -18,6 +19,8 @@ from legato.prompt_file import SAMPLING_FIELDS, PromptLine
 from legato.request import GenerationOutput, RequestSpec
 from legato.text import decode, encode, encode_chat
 from legato.timeline import Timeline, check_can_draw, draw_timeline, write_chrome_trace
+
+logger = logging.getLogger(__name__)
 
 INTERRUPTED = 130
 
@@ -110,7 +113,14 @@ def run_lines(
         _sort_file(output, {**done, **writer.written})
     if not finished:
         return INTERRUPTED
-    return 1 if any(result["error"] is not None for result in writer.written.values()) else 0
+    failed = [result for result in writer.written.values() if result["error"] is not None]
+    if failed:
+        first = failed[0]
+        logger.warning(
+            "%d of %d lines failed, the first of them line %d: %s",
+            len(failed), len(writer.written), first["index"] + 1, first["error"],
+        )  # fmt: skip
+    return 1 if failed else 0
 
 
 def _answer(lines: Sequence[PromptLine], llm: LLM, writer: "OrderedWriter") -> bool:

@@ -320,6 +320,11 @@ def events(style: ToolStyle, text: str, rng: random.Random) -> list[Event]:
         ),
         (TAGGED, '<tool_call>\n{"name": "f", "arguments": {"a":1', [("name", "f"), ("arguments", '{"a":1')]),
         (TAGGED, '<tool_call>\n{"na', []),
+        (
+            TAGGED,
+            '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_',
+            [("name", "f"), ("arguments", "{}")],
+        ),
         (BARE, '{"name": "f", "parameters": {"a":1}}', [("name", "f"), ("arguments", '{"a":1}')]),
         (
             replace(TAGGED, starts_answer=True),

@@ -282,3 +282,17 @@ def test_who_is_cancelled_while_submitting_leaves_no_request_behind(manager: Con
         while manager._thread._unfinished and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not manager._thread._unfinished
+
+
+def test_an_address_in_use_is_told_before_the_model_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        command = [sys.executable, "-m", "legato.cli", "serve", "no-such-model", "--port", str(taken.getsockname()[1])]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2 and "cannot be listened on" in done.stderr and "no-such-model" not in done.stderr
+
+
+def test_a_body_that_is_not_called_json_is_told_so(manager: ContinuousBatchingManager, smollm2_tokenizer: Any) -> None:
+    with serving(manager, smollm2_tokenizer) as url:
+        for kind in ({}, {"Content-Type": "application/x-www-form-urlencoded"}):
+            told = httpx.post(f"{url}/v1/completions", content=b'{"prompt": [1], "max_tokens": 1}', headers=kind)
+            assert told.status_code == 400 and "must be application/json" in told.json()["error"]["message"]

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -64,6 +65,7 @@ def serve(
     if (not api_key and KEY_VARIABLE in os.environ) or any(not key.strip() for key in api_key or ()):
         raise InvalidValueError(f"--api-key or {KEY_VARIABLE} is empty: leave it out to let everybody in")
     engine = read_settings(config, settings)
+    _check_address(host, port)
     with _imports_uncollected():
         from legato.llm import LLM
         from legato.models import torch_dtype
@@ -90,6 +92,15 @@ def serve(
             service, host, port, drain_timeout,
             ready=lambda url: typer.echo(f"legato: serving {service.model} on {url} ({facts})", err=True),
         )  # fmt: skip
+
+
+def _check_address(host: str, port: int) -> None:
+    """Before a model is loaded for nothing."""
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        socket.create_server((host, port), family=family).close()
+    except OSError as error:
+        raise InvalidValueError(f"--host {host} --port {port} cannot be listened on: {error}") from error
 
 
 @contextmanager

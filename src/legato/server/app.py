@@ -49,6 +49,9 @@ def _add_errors(app: FastAPI) -> None:
     async def wrong_shape(request: Request, error: RequestValidationError) -> JSONResponse:
         first = error.errors()[0]
         where = [part for part in first["loc"] if isinstance(part, str) and part != "body"]
+        kind = request.headers.get("Content-Type", "")
+        if not where and "json" not in kind:  # what curl sends by itself
+            return refuse(ApiError(400, f"Content-Type is {kind!r}: it must be application/json"))
         return refuse(ApiError(400, f"{'.'.join(where) or 'the body'}: {first['msg']}", where[0] if where else None))
 
     @app.exception_handler(ValidationError)
