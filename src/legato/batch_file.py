@@ -52,6 +52,8 @@ class Pictures:
         files = [path for path in (output, self.timeline, self.trace) if path is not None]
         if len({path.resolve() for path in files}) < len(files):
             raise InvalidValueError("--output, --timeline and --trace must be different files")
+        if output is not None and not output.parent.is_dir():
+            raise FileNotFoundError(f"--output {output} cannot be written: there is no folder {output.parent}")
         for path in (self.timeline, self.trace):
             if path is not None:
                 path.touch()

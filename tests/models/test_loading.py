@@ -95,9 +95,20 @@ def test_file_that_is_not_gguf(llama: Path) -> None:
 
 @pytest.mark.parametrize("load", [load_model, load_tokenizer])
 def test_unknown_name_is_told_of_the_aliases(load) -> None:
-    with pytest.raises(ModelNotFoundError, match=r"no model 'smolm2': give an alias \(smollm2, gemma3\)") as failure:
-        load("smolm2", local_files_only=True)
+    with pytest.raises(ModelNotFoundError, match=r"no model 'nobody': give an alias \(smollm2, gemma3\)") as failure:
+        load("nobody", local_files_only=True)
     assert isinstance(failure.value.__cause__, OSError)
+
+
+@pytest.mark.parametrize(("name", "meant"), [("smolm2", "smollm2"), ("SmolLM2", "smollm2"), ("gemma", "gemma3")])
+def test_a_misspelt_alias_is_told_at_once(name: str, meant: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=f"no model {name!r}: .* Is {meant} meant?"):
+        resolve(name)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-270m"])
+def test_other_names_are_the_hubs(name: str) -> None:
+    assert resolve(name).kind == "hub"
 
 
 def test_other_errors_of_transformers_are_left_alone(tmp_path: Path) -> None:

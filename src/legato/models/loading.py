@@ -4,6 +4,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 ModelName = str | os.PathLike[str]
 
 FORMS = f"an alias ({', '.join(CATALOG)}), a model folder, a .gguf file, or a Hugging Face hub id"
+
+_CLOSE = 0.8  # how alike a name must be to an alias, from 0 to 1, to be taken for that one misspelt
 
 
 # An OSError too, because that is what transformers raises for a name that leads nowhere.
@@ -41,8 +44,8 @@ def resolve(name: ModelName) -> ModelSource:
     In this order: an alias (`./smollm2` names the folder instead), an existing folder, an existing GGUF file,
     a hub id. A `Path` is always a folder or a file.
 
-    Raises `ModelNotFoundError` for an alias that was not pulled, for a file that is not GGUF, and for what is
-    plainly a path but does not exist.
+    Raises `ModelNotFoundError` for an alias that was not pulled or is misspelt, for a file that is not GGUF, and for
+    what is plainly a path but does not exist.
     """
     text = os.fspath(name)
     if not text:
@@ -56,6 +59,9 @@ def resolve(name: ModelName) -> ModelSource:
         return _resolve_file(text, path)
     if isinstance(name, os.PathLike) or _looks_like_path(text):
         raise ModelNotFoundError(f"no model at {text!r}: there is no such file or folder")
+    if meant := get_close_matches(text.lower(), CATALOG, 1, _CLOSE):
+        # To ask the hub first, again and again where it does not answer, takes half a minute.
+        raise ModelNotFoundError(f"no model {text!r}: give {FORMS}. Is {meant[0]} meant?")
     return ModelSource("hub", text, text, None)
 
 

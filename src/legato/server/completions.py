@@ -1,22 +1,24 @@
 """`/v1/chat/completions` and `/v1/completions`: whole answers, and answers as they come."""
 
 import uuid
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
 from legato.request import GenerationOutput, RequestSpec
-from legato.server.answers import ChatForm, Choices, Envelope, Form, TextForm, Usage
+from legato.server.answers import ChatForm, Choices, ChoiceText, Envelope, Form, TextForm, Usage
 from legato.server.conversation import prepare
 from legato.server.errors import ApiError
 from legato.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from legato.server.service import Outputs, Service
 from legato.server.streaming import EventStream, event, unless_gone
 from legato.text import encode
+
+Told = TypeVar("Told")
 
 DEFAULT_CHAT_TOKENS = 1024
 DEFAULT_TEXT_TOKENS = 16
@@ -71,10 +73,7 @@ async def _whole(
     async with aclosing(outputs):
         async for index, output in outputs:
             choice = choices.of(index, output)
-            if output.logprobs:  # of thousands of tokens: that would hold the loop up
-                told[choice.index] = await run_in_threadpool(form.choice, choice, output)
-            else:
-                told[choice.index] = form.choice(choice, output)
+            told[choice.index] = await _told(form.choice, choice, output)
             usage.add(output)
     return JSONResponse(envelope.whole([told[index] for index in sorted(told)], usage), headers=headers)
 
@@ -88,7 +87,7 @@ async def _events(
         try:
             while current is not None:
                 index, output = current
-                delta = form.delta(choices.of(index, output), output)
+                delta = await _told(form.delta, choices.of(index, output), output)
                 if delta is not None:
                     yield event(envelope.chunk([delta]))
                 if output.is_finished():
@@ -101,6 +100,14 @@ async def _events(
             if with_usage:
                 yield event(envelope.chunk([], usage))
     yield b"data: [DONE]\n\n"
+
+
+async def _told(
+    form: Callable[[ChoiceText, GenerationOutput], Told], choice: ChoiceText, output: GenerationOutput
+) -> Told:
+    """Beside the loop where it may be much: log-probabilities of thousands of tokens would hold that up."""
+    is_long = output.prompt_logprobs or (output.logprobs and output.is_finished())
+    return await run_in_threadpool(form, choice, output) if is_long else form(choice, output)
 
 
 def _encode_prompts(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
