@@ -98,6 +98,7 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTES = _byte_characters()
+_MOST_CONTEXT = 16  # tokens that are decoded again with each new one: more of them cost more, fewer are cut more often
 _SPACE = "▁"  # as SentencePiece writes it
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's
 
@@ -106,32 +107,46 @@ class IncrementalDecoder:
     """Text piece by piece as tokens come; the pieces together are what `decode` gives for all of them.
 
     A piece is held back while it ends inside a character, or inside a run of byte tokens (`<0xE2>`, as SentencePiece
-    falls back to), which is text only if all of it is. Only the tokens since the last piece are decoded, together
-    with those of the piece before, which tell the tokenizer whether a space is due.
+    falls back to), which is text only if all of it is. Only the last few tokens are decoded, so that a piece costs the
+    same however long the text is: new ones together with those of one piece before at least, which tell the tokenizer
+    whether a space is due.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        self._token_ids: list[int] = []
-        self._context = 0  # tokens from here on are decoded
-        self._given = 0  # tokens before this are in the pieces already
+        self._token_ids: list[int] = []  # the last few: those that are decoded
+        self._last = 0  # where the tokens of the last piece begin
+        self._given = 0  # and where they end
+        self._given_text = ""  # of all before that end
         bytes_as_ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
         self._byte_ids = set(bytes_as_ids) - {None, getattr(tokenizer, "unk_token_id", None)}
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that the new tokens complete, perhaps none."""
+        if self._given >= _MOST_CONTEXT:
+            self._forget()
         self._token_ids += token_ids
-        piece = self._pending()
-        if not piece or piece.endswith("\N{REPLACEMENT CHARACTER}") or self._ends_in_bytes():
+        text = decode(self._tokenizer, self._token_ids)
+        if len(text) <= len(self._given_text) or text.endswith("\N{REPLACEMENT CHARACTER}") or self._ends_in_bytes():
             return ""
-        self._context, self._given = self._given, len(self._token_ids)
-        return piece
+        return self._give(text)
 
     def finish(self) -> str:
         """The text held back until now; no tokens come any more."""
-        piece = self._pending()
-        self._context = self._given = len(self._token_ids)
+        return self._give(decode(self._tokenizer, self._token_ids))
+
+    def _give(self, text: str) -> str:
+        """What is new in the text of all tokens that are kept."""
+        piece = text[len(self._given_text) :]
+        self._last, self._given, self._given_text = self._given, len(self._token_ids), text
         return piece
+
+    def _forget(self) -> None:
+        """All but the last piece, and what has come since."""
+        del self._token_ids[: self._last]
+        self._given -= self._last
+        self._last = 0
+        self._given_text = decode(self._tokenizer, self._token_ids[: self._given])
 
     def _ends_in_bytes(self) -> bool:
         if not self._byte_ids:
@@ -142,10 +157,6 @@ class IncrementalDecoder:
             if decode(self._tokenizer, [token_id]):  # special tokens are left out, and do not end a run
                 return False
         return False
-
-    def _pending(self) -> str:
-        given = decode(self._tokenizer, self._token_ids[self._context : self._given])
-        return decode(self._tokenizer, self._token_ids[self._context :])[len(given) :]
 
 
 class OutputPieces:

@@ -27,6 +27,7 @@ from tests.server.legato_server import KEY, Server
 from tests.tiny import tiny_llama
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
 
 
@@ -141,6 +142,30 @@ def test_slow_heads_and_slow_bodies_are_hung_up_on(
             assert [http.get(f"{url}/health").status_code for _ in range(3)] == [200] * 3
             time.sleep(0.8)
             assert http.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("begun", "more"),
+    [
+        (b"GET /", b"a" * 1024),
+        (b"GET / HTTP/1.1\r\nX-Long: ", b"a" * 1024),
+        (b"GET / HTTP/1.1\r\n", b"X-Many: " + b"a" * 1014 + b"\r\n"),
+        (CHUNKED + b"2\r\n{}\r\n0\r\n", b"X-After: " + b"a" * 1013 + b"\r\n"),
+        (CHUNKED + b"2;", b"a" * 1024),
+    ],
+    ids=["path", "header", "headers", "trailers", "extension"],
+)
+def test_who_never_ends_a_head_is_hung_up_on(
+    manager: ContinuousBatchingManager, smollm2_tokenizer: Any, begun: bytes, more: bytes
+) -> None:
+    with serving(manager, smollm2_tokenizer) as url:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=20) as endless:
+            endless.sendall(begun)
+            with pytest.raises(ConnectionError):
+                for _ in range(1 << 14):
+                    endless.sendall(more)
+        assert httpx.get(f"{url}/health").status_code == 200
 
 
 def test_who_never_reads_is_hung_up_on(

@@ -132,6 +132,6 @@ class Repeated(Sequence[Body]):
 
 def encoded(body: Body, model: str) -> tuple[str, bytes]:
     """Where a body goes, and as what: streamed, with the figures of its usage at the end."""
-    path = "/chat/completions" if "messages" in body else "/completions"
+    path = "chat/completions" if "messages" in body else "completions"
     whole = {"model": model, **body, "stream": True, "stream_options": {"include_usage": True}}
     return path, json.dumps(whole, ensure_ascii=False).encode("utf-8", "surrogatepass")

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import httpx
+import aiohttp
 from tqdm import tqdm
 
 from legato.bench.load import Body, Load, encoded
@@ -35,17 +35,18 @@ class Target:
     api_key: str | None = None
     timeout: float = 600.0
 
-    def client(self) -> httpx.AsyncClient:
+    def client(self) -> aiohttp.ClientSession:
         """With as many connections as there are requests at once."""
         base = self.url.rstrip("/")
-        return httpx.AsyncClient(
-            base_url=base if base.endswith("/v1") else f"{base}/v1",
+        return aiohttp.ClientSession(
+            base_url=f"{base.removesuffix('/v1')}/v1/",
             headers={
                 "Content-Type": "application/json",
                 **({} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}),
             },
-            timeout=None,
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            timeout=aiohttp.ClientTimeout(total=None),
+            connector=aiohttp.TCPConnector(limit=0),
+            trust_env=True,
         )
 
 
@@ -148,26 +149,26 @@ class LoadRun:
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
-    async def _warm_up(self, client: httpx.AsyncClient) -> None:
+    async def _warm_up(self, client: aiohttp.ClientSession) -> None:
         is_chat = "messages" in self._load.bodies[0]
         prompt = {"messages": [{"role": "user", "content": "Hi"}]} if is_chat else {"prompt": "Hi"}
         path, content = encoded({**WARM_UP, **prompt}, self._target.model)
         try:
-            response = await client.post(path, content=content)
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            async with client.post(path, data=content) as response:
+                status, said = response.status, " ".join((await response.text(errors="replace")).split())[:200]
+        except (aiohttp.ClientError, OSError) as error:
             raise InvalidValueError(f"url={self._target.url!r} cannot be reached: {error}") from error
-        if response.status_code != 200:
-            said = " ".join(response.text.split())[:200]
-            raise InvalidValueError(f"url={self._target.url!r} answers {path} with HTTP {response.status_code}: {said}")
+        if status != 200:
+            raise InvalidValueError(f"url={self._target.url!r} answers /{path} with HTTP {status}: {said}")
 
-    async def _open(self, client: httpx.AsyncClient, bar: Any) -> None:
+    async def _open(self, client: aiohttp.ClientSession, bar: Any) -> None:
         async with asyncio.TaskGroup() as calls:
             for body, due in zip(self._load.bodies, self._load.due or (), strict=True):
                 path, content = encoded(body, self._target.model)
                 await asyncio.sleep(max(0.0, due - self._now()))
                 calls.create_task(self._send(client, path, content, due, bar))
 
-    async def _closed(self, client: httpx.AsyncClient, bar: Any) -> None:
+    async def _closed(self, client: aiohttp.ClientSession, bar: Any) -> None:
         bodies = iter(self._load.bodies)
 
         async def one() -> None:
@@ -180,33 +181,30 @@ class LoadRun:
             for _ in range(self._load.clients):
                 clients.create_task(one())
 
-    async def _send(self, client: httpx.AsyncClient, path: str, content: bytes, due: float, bar: Any) -> None:
+    async def _send(self, client: aiohttp.ClientSession, path: str, content: bytes, due: float, bar: Any) -> None:
         sent, pieces, error = self._now(), list[float](), None
         usage: dict[str, Any] = {}
         try:
-            async with (
-                asyncio.timeout(self._target.timeout),
-                client.stream("POST", path, content=content) as response,
-            ):
+            async with asyncio.timeout(self._target.timeout), client.post(path, data=content) as response:
                 usage = await self._read(response, pieces)
         except TimeoutError:
             error = "timeout"
         except BadAnswerError as bad:
             error = str(bad)
-        except (httpx.HTTPError, ValueError) as failed:
+        except (aiohttp.ClientError, OSError, ValueError) as failed:
             error = type(failed).__name__
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         tokens = (usage.get("prompt_tokens", 0), cached, usage.get("completion_tokens", 0))
         self.replies.append(Reply(due, sent, self._now(), pieces, *tokens, error=error))
         bar.update()
 
-    async def _read(self, response: httpx.Response, pieces: list[float]) -> dict[str, Any]:
+    async def _read(self, response: aiohttp.ClientResponse, pieces: list[float]) -> dict[str, Any]:
         """The usage that the server tells; the times of pieces go to `pieces`."""
-        if response.status_code != 200:
-            raise BadAnswerError(f"HTTP {response.status_code}")
+        if response.status != 200:
+            raise BadAnswerError(f"HTTP {response.status}")
         reader = EventReader()
         usage: dict[str, Any] = {}
-        async for received in response.aiter_bytes():
+        async for received in response.content.iter_any():
             now = self._now()
             for event in reader.push(received):
                 if "error" in event:

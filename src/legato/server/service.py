@@ -147,7 +147,9 @@ class Service:
 
 async def _next(outputs: Outputs, deadline: float | None) -> tuple[int, GenerationOutput] | None:
     """None after the last. Who waits may be another task each time, so each wait has a timeout of its own."""
-    if deadline is not None and asyncio.get_running_loop().time() >= deadline:  # though there need be no wait
+    if deadline is None:
+        return await anext(outputs, None)
+    if asyncio.get_running_loop().time() >= deadline:  # though there need be no wait
         raise TimeoutError
     async with asyncio.timeout_at(deadline):
         return await anext(outputs, None)

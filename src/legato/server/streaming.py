@@ -10,6 +10,8 @@ from fastapi import Request, Response
 from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
+
 
 async def unless_gone(request: Request, answer: Coroutine[Any, Any, Response]) -> Response:
     """Given up when the client goes away: nobody else tells a call whose response has not begun."""
@@ -44,4 +46,4 @@ class EventStream(StreamingResponse):
 def event(content: dict[str, Any]) -> bytes:
     """A server-sent event; its name is that of its type, if it has one."""
     name = f"event: {content['type']}\n" if "type" in content else ""
-    return f"{name}data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n".encode()
+    return f"{name}data: {_encode(content)}\n\n".encode()
