@@ -98,7 +98,7 @@ def _byte_characters() -> dict[str, int]:
 
 
 _BYTES = _byte_characters()
-_MOST_CONTEXT = 16  # tokens that are decoded again with each new one: more of them cost more, fewer are cut more often
+_LONG_CONTEXT = 16  # tokens that are decoded again with each new one: to decode more takes longer, to cut costs as well
 _SPACE = "▁"  # as SentencePiece writes it
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's
 
@@ -107,9 +107,8 @@ class IncrementalDecoder:
     """Text piece by piece as tokens come; the pieces together are what `decode` gives for all of them.
 
     A piece is held back while it ends inside a character, or inside a run of byte tokens (`<0xE2>`, as SentencePiece
-    falls back to), which is text only if all of it is. Only the last few tokens are decoded, so that a piece costs the
-    same however long the text is: new ones together with those of one piece before at least, which tell the tokenizer
-    whether a space is due.
+    falls back to), which is text only if all of it is. Only the last few tokens are decoded, however long the text is:
+    those that are held back, and those of one piece before at least, which tell the tokenizer whether a space is due.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -123,7 +122,7 @@ class IncrementalDecoder:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that the new tokens complete, perhaps none."""
-        if self._given >= _MOST_CONTEXT:
+        if self._last and self._given >= _LONG_CONTEXT:
             self._forget()
         self._token_ids += token_ids
         text = decode(self._tokenizer, self._token_ids)
@@ -133,7 +132,8 @@ class IncrementalDecoder:
 
     def finish(self) -> str:
         """The text held back until now; no tokens come any more."""
-        return self._give(decode(self._tokenizer, self._token_ids))
+        is_all_given = self._given == len(self._token_ids)
+        return "" if is_all_given else self._give(decode(self._tokenizer, self._token_ids))
 
     def _give(self, text: str) -> str:
         """What is new in the text of all tokens that are kept."""

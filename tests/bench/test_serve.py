@@ -167,8 +167,9 @@ async def known_server(slow_begun: threading.Event, scope: Any, receive: Any, se
     what = asked["prompt"] if "prompt" in asked else asked["messages"][0]["content"]
     if what == "slow":
         slow_begun.set()
-    status = 429 if what == "refuse" else 200
-    await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/event-stream")]})
+    status = {"refuse": 429, "moved": 302}.get(str(what), 200)
+    headers = [(b"content-type", b"text/event-stream"), (b"location", b"/elsewhere")]
+    await send({"type": "http.response.start", "status": status, "headers": headers})
 
     async def event(content: Any) -> None:
         data = content if isinstance(content, str) else json.dumps(content)
@@ -249,12 +250,12 @@ def test_chunks_of_several_tokens_are_counted_right(known: str, prompts: Any) ->
 
 
 def test_errors_by_kind(known: str, prompts: Any) -> None:
-    lines = [{"prompt": what} for what in ("refuse", "slow", "break", "no usage", "cut", "fine", "refuse")]
+    lines = [{"prompt": what} for what in ("refuse", "slow", "break", "no usage", "cut", "fine", "refuse", "moved")]
     options = ("--rate", "1000", "--timeout", "1", "--max-tokens", "4", "--slo-ttft", "60000")
     done = bench(known + "/v1/", "--prompts", prompts(*lines), *options)
     told = json.loads(done.stdout)
     assert told["errors"] == {
-        "HTTP 429": 2, "timeout": 1, "error in the stream": 1, "no usage told": 1, "ended too soon": 1
+        "HTTP 429": 2, "HTTP 302": 1, "timeout": 1, "error in the stream": 1, "no usage told": 1, "ended too soon": 1
     }  # fmt: skip
     assert (told["completed"], told["tokens"], done.returncode) == (1, 4, 0)
     assert told["goodput"] == pytest.approx(1 / told["seconds"], abs=1e-3)
@@ -302,6 +303,9 @@ def test_refusals(known: str, prompts: Any) -> None:
         url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
         done = bench(url, "--prompts", path, "--clients", "1")
     assert done.returncode == 2 and f"url='{url}' cannot be reached" in done.stderr
+    for url in ("", "localhost:8000", "127.0.0.1:8000", "ftp://localhost", "http://", "http://localhost:99999"):
+        done = bench(url, "--prompts", path, "--clients", "1")
+        assert done.returncode == 2 and f"url='{url}' is not allowed" in done.stderr, done.stderr
 
 
 # Against a real one

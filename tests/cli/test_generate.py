@@ -639,7 +639,7 @@ def test_an_output_that_cannot_be_written(
 ) -> None:
     for extra in ([], ["--resume"]):
         done = legato("--prompts", prompts("a"), "--output", tmp_path / "no" / "such" / "out.jsonl", *extra)
-        assert_one_line_error(done, "out.jsonl")
+        assert_one_line_error(done, "out.jsonl", "no folder")
 
 
 def test_a_prompt_file_that_is_not_utf_8(

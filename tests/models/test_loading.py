@@ -106,7 +106,7 @@ def test_a_misspelt_alias_is_told_at_once(name: str, meant: str) -> None:
         resolve(name)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-270m"])
+@pytest.mark.parametrize("name", ["gpt2", "HuggingFaceTB/SmolLM2-135M-Instruct", "google/gemma-3-270m", "ai/gemma3"])
 def test_other_names_are_the_hubs(name: str) -> None:
     assert resolve(name).kind == "hub"
 

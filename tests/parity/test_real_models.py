@@ -1,5 +1,6 @@
 """SPEC 7 on real models: the tokens of `model.generate`, whatever the batch-mates, pages, chunks and scheduler."""
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -11,6 +12,12 @@ from tests.parity.reference import Reference, count_near_ties, reference
 NUM_PROMPTS = 32
 NEW_TOKENS = 10
 LONG_NEW_TOKENS = 8
+# Any two settings meet here; tiny models, in seconds, and `-m exhaustive`, in minutes, take all combinations.
+PAIRS = [
+    ("fifo", 4, 256, "eager"), ("prefill_first", 4, 1024, "sdpa"),
+    ("fifo", 16, 1024, "eager"), ("prefill_first", 16, 256, "sdpa"),
+    ("fifo", 256, 256, "sdpa"), ("prefill_first", 256, 1024, "eager"),
+]  # fmt: skip
 
 Case = tuple[Any, list[list[int]], list[Reference]]
 
@@ -57,10 +64,13 @@ def run(case: Case, backend: str, new_tokens: int, **settings: Any) -> int:
     return count_near_ties(list(outputs.values()), references)
 
 
-@pytest.mark.parametrize("backend", ["eager", "sdpa"])
-@pytest.mark.parametrize("max_batch_tokens", [256, 1024])
-@pytest.mark.parametrize("page_size", [4, 16, 256])
-@pytest.mark.parametrize("scheduler", ["fifo", "prefill_first"])
+@pytest.mark.parametrize(
+    ("scheduler", "page_size", "max_batch_tokens", "backend"),
+    [
+        combination if combination in PAIRS else pytest.param(*combination, marks=pytest.mark.exhaustive)
+        for combination in product(["fifo", "prefill_first"], [4, 16, 256], [256, 1024], ["eager", "sdpa"])
+    ],
+)
 def test_tokens_are_those_of_generate(
     case: Case, scheduler: str, page_size: int, max_batch_tokens: int, backend: str
 ) -> None:

@@ -132,7 +132,7 @@ def test_completions_of_several_prompts(client: openai.OpenAI, smollm2: Any, smo
 
 def test_log_probabilities_inside_of_characters(client: openai.OpenAI) -> None:
     """Characters of several tokens: their bytes put together are the text, and tokens begin where they do."""
-    prompt = "naïve 🦜 — 日本"
+    prompt = "naïve 🦜 — 日本" * 8
     echoed = client.completions.create(
         model="smollm2", prompt=prompt, max_tokens=6, temperature=0, echo=True, logprobs=3, stream=False
     ).choices[0]
@@ -143,6 +143,13 @@ def test_log_probabilities_inside_of_characters(client: openai.OpenAI) -> None:
         if not token.startswith(("bytes:", "<|")):
             assert echoed.text[place:].startswith(token), (token, place)
     assert found.text_offset == sorted(found.text_offset)
+    pieces = client.completions.create(
+        model="smollm2", prompt=prompt, max_tokens=6, temperature=0, echo=True, logprobs=3, stream=True
+    )
+    told_tokens = [
+        token for piece in pieces if piece.choices[0].logprobs for token in piece.choices[0].logprobs.tokens or ()
+    ]
+    assert told_tokens == found.tokens
     told = client.chat.completions.create(
         model="smollm2", messages=MESSAGES, max_tokens=40, temperature=1, logprobs=True, top_logprobs=20,
         extra_body={"choice": ["🦜 日本 naïve"]},

@@ -3,11 +3,11 @@
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from legato.bench.floor import Matrices, ModelWork
 from legato.engine.assemble import EngineFacts, unwrap
+from legato.kernels.packing import is_exact_in_bfloat16
 
 
 def model_work(model: Any, facts: EngineFacts, quantized: bool) -> ModelWork:
@@ -47,12 +47,8 @@ def stored(weight: Tensor, quantized: bool) -> Matrices:
     """A matrix as small as it can be stored: a byte an element if quantised, 2 where bfloat16 holds it exactly."""
     if quantized:
         size = 1
-    elif weight.element_size() <= 2 or _is_exact_in_bfloat16(weight.detach()):
+    elif weight.element_size() <= 2 or is_exact_in_bfloat16(weight):
         size = min(weight.element_size(), 2)
     else:
         size = weight.element_size()
     return Matrices(weight.numel(), weight.numel() * size)
-
-
-def _is_exact_in_bfloat16(weight: Tensor) -> bool:
-    return all(torch.equal(rows.bfloat16().to(rows.dtype), rows) for rows in weight.split(4096))

@@ -10,6 +10,7 @@ from typing import Any
 
 import aiohttp
 from tqdm import tqdm
+from yarl import URL
 
 from legato.bench.load import Body, Load, encoded
 from legato.bench.serve_figures import Reply, ServeFigures, Slo
@@ -36,17 +37,21 @@ class Target:
     timeout: float = 600.0
 
     def client(self) -> aiohttp.ClientSession:
-        """With as many connections as there are requests at once."""
-        base = self.url.rstrip("/")
+        """With as many connections as there are requests at once. Raises `InvalidValueError` for what is no URL."""
+        try:
+            base = URL(f"{self.url.rstrip('/').removesuffix('/v1')}/v1/")
+            if base.scheme not in ("http", "https") or not base.host:
+                raise ValueError("it must begin with http:// or https:// and name a host")
+        except ValueError as error:
+            raise InvalidValueError(f"url={self.url!r} is not allowed: {error}") from error
         return aiohttp.ClientSession(
-            base_url=f"{base.removesuffix('/v1')}/v1/",
+            base_url=base,
             headers={
                 "Content-Type": "application/json",
                 **({} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}),
             },
             timeout=aiohttp.ClientTimeout(total=None),
             connector=aiohttp.TCPConnector(limit=0),
-            trust_env=True,
         )
 
 
@@ -154,9 +159,9 @@ class LoadRun:
         prompt = {"messages": [{"role": "user", "content": "Hi"}]} if is_chat else {"prompt": "Hi"}
         path, content = encoded({**WARM_UP, **prompt}, self._target.model)
         try:
-            async with client.post(path, data=content) as response:
+            async with client.post(path, data=content, allow_redirects=False) as response:
                 status, said = response.status, " ".join((await response.text(errors="replace")).split())[:200]
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise InvalidValueError(f"url={self._target.url!r} cannot be reached: {error}") from error
         if status != 200:
             raise InvalidValueError(f"url={self._target.url!r} answers /{path} with HTTP {status}: {said}")
@@ -185,7 +190,10 @@ class LoadRun:
         sent, pieces, error = self._now(), list[float](), None
         usage: dict[str, Any] = {}
         try:
-            async with asyncio.timeout(self._target.timeout), client.post(path, data=content) as response:
+            async with (
+                asyncio.timeout(self._target.timeout),
+                client.post(path, data=content, allow_redirects=False) as response,
+            ):
                 usage = await self._read(response, pieces)
         except TimeoutError:
             error = "timeout"

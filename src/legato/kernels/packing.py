@@ -75,8 +75,7 @@ def pack(weight: Tensor, bias: Tensor | None, gated: bool = False, place: Place 
         gated: the upper half of the rows is a gate for the lower.
         place: where the panels go.
     """
-    weight = weight.detach()
-    if weight.dtype == torch.bfloat16 or all(map(_is_exact_in_bfloat16, weight.split(_ROWS_AT_ONCE))):
+    if weight.dtype == torch.bfloat16 or is_exact_in_bfloat16(weight):
         return _packed(BFLOAT16, weight, bias, gated, place)
     return _packed(FLOAT32, weight, bias, gated, place)
 
@@ -86,8 +85,13 @@ def pack_int8(weight: Tensor, bias: Tensor | None, gated: bool = False, place: P
     return _packed(INT8, weight, bias, gated, place)
 
 
-def _is_exact_in_bfloat16(weight: Tensor) -> bool:
-    if weight.dtype == torch.float32 and weight.stride(-1) == 1:
+def is_exact_in_bfloat16(weight: Tensor) -> bool:
+    """Whether bfloat16 holds every value of `weight` [out, in]."""
+    return all(map(_are_exact_in_bfloat16, weight.detach().split(_ROWS_AT_ONCE)))
+
+
+def _are_exact_in_bfloat16(weight: Tensor) -> bool:
+    if weight.dtype == torch.float32 and weight.device.type == "cpu":
         bits = weight.numpy().view(np.uint32)  # one pass over them, where torch takes four
         return not int(np.bitwise_or.reduce(bits, axis=None)) & 0xFFFF
     return bool((weight.to(torch.bfloat16).to(weight.dtype) == weight).all())
@@ -126,17 +130,14 @@ def _packed(kind: int, weight: Tensor, bias: Tensor | None, gated: bool, place: 
 
 
 def _fill(panels: Tensor, values: Tensor) -> None:
-    """Put [rows, depth] into the first of some panels, [panels, depth' / n, PANEL, n]."""
-    together = panels.shape[3]
-    places = panels.transpose(1, 2)
-    rows, depth = len(values) // PANEL, values.shape[1] // together  # whole panels, and whole groups of inputs
-    whole = values[: rows * PANEL].unflatten(0, (rows, PANEL)) if rows else values[:0].view(0, PANEL, values.shape[1])
-    rest = values[rows * PANEL :]
-    for to, of in ((places[:rows], whole), (places[rows : rows + 1, : len(rest)], rest[None])):
-        if of.numel():
-            to[:, :, :depth].copy_(of[:, :, : depth * together].unflatten(2, (depth, together)))
-            if depth * together < of.shape[2]:
-                to[:, :, depth, : of.shape[2] - depth * together].copy_(of[:, :, depth * together :])
+    """Put [rows, depth] into the first of some panels, [panels, depth' / n, PANEL, n]; n values are four bytes."""
+    places = panels.view(torch.int32)[..., 0].transpose(1, 2)
+    groups = pad(values.to(panels.dtype), (0, -values.shape[1] % panels.shape[3])).contiguous().view(torch.int32)
+    rows, depth = len(groups) // PANEL, groups.shape[1]  # whole panels
+    places[:rows, :, :depth].copy_(groups[: rows * PANEL].unflatten(0, (rows, PANEL)))
+    rest = groups[rows * PANEL :]
+    if len(rest):
+        places[rows, : len(rest), :depth].copy_(rest)
 
 
 def _in_turn(parts: Tensor) -> Tensor:

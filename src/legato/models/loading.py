@@ -59,7 +59,7 @@ def resolve(name: ModelName) -> ModelSource:
         return _resolve_file(text, path)
     if isinstance(name, os.PathLike) or _looks_like_path(text):
         raise ModelNotFoundError(f"no model at {text!r}: there is no such file or folder")
-    if meant := get_close_matches(text.lower(), CATALOG, 1, _CLOSE):
+    if "/" not in text and (meant := get_close_matches(text.lower(), CATALOG, 1, _CLOSE)):
         # To ask the hub first, again and again where it does not answer, takes half a minute.
         raise ModelNotFoundError(f"no model {text!r}: give {FORMS}. Is {meant[0]} meant?")
     return ModelSource("hub", text, text, None)

@@ -77,6 +77,11 @@ class ChoiceText:
         self._pieces = OutputPieces(tokenizer)
         self._num_logprobs = 0
 
+    def num_untold(self, output: GenerationOutput) -> int:
+        """Log-probabilities in an output that are new, those of its prompt included."""
+        of_prompt = 0 if self._num_logprobs else len(output.prompt_logprobs or ())
+        return of_prompt + len(output.logprobs) - self._num_logprobs
+
     def push(self, output: GenerationOutput) -> tuple[str, list[tuple[int, TokenLogprobs]]]:
         """The new text, and the new tokens with their log-probabilities if those were asked for."""
         start, self._num_logprobs = self._num_logprobs, len(output.logprobs)

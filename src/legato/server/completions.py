@@ -22,6 +22,7 @@ Told = TypeVar("Told")
 
 DEFAULT_CHAT_TOKENS = 1024
 DEFAULT_TEXT_TOKENS = 16
+MOST_AT_ONCE = 32  # log-probabilities that are told in the loop
 
 
 def add_completions(app: FastAPI, service: Service) -> None:
@@ -105,9 +106,9 @@ async def _events(
 async def _told(
     form: Callable[[ChoiceText, GenerationOutput], Told], choice: ChoiceText, output: GenerationOutput
 ) -> Told:
-    """Beside the loop where it may be much: log-probabilities of thousands of tokens would hold that up."""
-    is_long = output.prompt_logprobs or (output.logprobs and output.is_finished())
-    return await run_in_threadpool(form, choice, output) if is_long else form(choice, output)
+    """Beside the loop where it is much: log-probabilities of thousands of tokens would hold that up."""
+    is_much = choice.num_untold(output) > MOST_AT_ONCE
+    return await run_in_threadpool(form, choice, output) if is_much else form(choice, output)
 
 
 def _encode_prompts(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:

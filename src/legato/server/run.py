@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from legato.server.app import create_app
 from legato.server.service import Service
@@ -17,16 +17,14 @@ logger = logging.getLogger(__name__)
 _LOOK_SECONDS = 0.05
 HEAD_SECONDS = 20.0  # until a request's head is here
 READ_SECONDS = 60.0  # until a client that has much to read has read some of it
-HEAD_BYTES = 64 << 10  # of a request's head, or of anything else that is not its body
 
 
-class ImpatientProtocol(HttpToolsProtocol):
-    """Hangs up on who is slow to say what he wants, never ends saying it, or does not read what he asked for.
+class ImpatientProtocol(H11Protocol):
+    """Hangs up on who is slow to say what he wants, or does not read what he asked for.
 
     Else such connections, and what is held for them, would stay for ever.
     """
 
-    _unparsed = 0  # bytes that came since the last that made a head, a body or an end
     _hang_up: asyncio.TimerHandle | None = None
     _give_up: asyncio.TimerHandle | None = None
 
@@ -44,23 +42,8 @@ class ImpatientProtocol(HttpToolsProtocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        self._unparsed += len(data)
         super().data_received(data)
         self._watch()
-        if self._unparsed > HEAD_BYTES and not self.transport.is_closing():
-            self.send_400_response(f"the head is larger than {HEAD_BYTES} bytes")
-
-    def on_headers_complete(self) -> None:
-        self._unparsed = 0
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._unparsed = 0
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._unparsed = 0
-        super().on_message_complete()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
