@@ -425,7 +425,7 @@ class ContinuousBatchingManager:
             return self._factory.make(self._defaults, request_id, spec)
         except InvalidValueError as error:
             request = self._factory.make_failed(request_id, spec, str(error))
-            logger.warning("request %s fails alone: %s", request_id, error)
+            logger.warning("request %s fails alone: %.200r", request_id, str(error))  # whose text may be anybody's
             return request
 
 

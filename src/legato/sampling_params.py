@@ -123,6 +123,8 @@ class SamplingParams:
         self._settle("bad_words_ids", _sequences("bad_words_ids", self.bad_words_ids))
         self._settle("logit_bias", _biases(self.logit_bias))
         self._settle("stop", _texts("stop", self.stop))
+        if isinstance(self.choice, Sequence) and not self.choice and self.choice != ():
+            raise refuse("choice", self.choice, "a text or a list of texts, at least one")
         self._settle("choice", _texts("choice", self.choice))
         self._check_structured()
         self._settle("logits_processors", _callables("logits_processors", self.logits_processors))
@@ -134,7 +136,7 @@ class SamplingParams:
         check_number("top_p", self.top_p, 0, 1, above=True)
         check_number("min_p", self.min_p, 0, 1)
         check_number("typical_p", self.typical_p, 0, 1, above=True)
-        check_number("repetition_penalty", self.repetition_penalty, 0, above=True)
+        check_number("repetition_penalty", self.repetition_penalty, 1e-6, 1e6)  # beyond, logits overflow
         check_number("presence_penalty", self.presence_penalty, -2, 2)
         check_number("frequency_penalty", self.frequency_penalty, -2, 2)
         check_int("min_new_tokens", self.min_new_tokens, 0)
@@ -214,7 +216,9 @@ def _biases(value: Any) -> dict[int, float]:
         raise refuse("logit_bias", value, "a dict of token ids and numbers")
     biases = {}
     for token, bias in value.items():
-        token = int(token) if isinstance(token, str) and token.isdecimal() else token  # as JSON has it
+        token = (
+            int(token) if isinstance(token, str) and token.isdecimal() and len(token) < 20 else token
+        )  # as JSON has it
         check_int("logit_bias", token, 0)
         check_number("logit_bias", bias, -100, 100)
         biases[token] = float(bias)

@@ -240,3 +240,19 @@ def test_two_hundred_random_schemas(llm: LLM) -> None:
             jsonschema.validate(json.loads(output.text), schema)
             completed += 1
     assert completed >= 150
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.3}, {"typical_p": 0.5}], ids=str)
+def test_filters_choose_from_what_may_come_beside_processors_too(llm: LLM, filters: dict[str, Any]) -> None:
+    asked = {"choice": ["yes", "no"], "max_tokens": 8, "top_k": 0, **filters}
+    ways: list[dict[str, Any]] = [
+        {},
+        {"logits_processors": [lambda input_ids, scores: scores]},
+        {"processors": {"no_repeat_ngram_size": 5}},
+        {"processors": {"remove_invalid_values": True}},
+    ]
+    outputs = generate(llm, [SamplingParams(**asked, **way, seed=seed) for seed in range(4) for way in ways])
+    answers = [(output.text, output.finish_reason) for output in outputs]
+    assert all(text in ("yes", "no") and reason == "stop" for text, reason in answers)
+    for first in range(0, len(answers), len(ways)):
+        assert len(set(answers[first : first + len(ways)])) == 1

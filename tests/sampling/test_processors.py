@@ -246,10 +246,10 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "top_p": (0, -0.1, 1.1),
     "min_p": (-0.1, 1.1),
     "typical_p": (0, 1.1),
-    "repetition_penalty": (0, -1, float("inf")),
+    "repetition_penalty": (0, -1, float("inf"), 1e-39, 1e300),
     "presence_penalty": (-2.1, 2.1),
     "frequency_penalty": (-2.1, 2.1),
-    "logit_bias": ([1], {1: 101}, {-1: 1.0}, {"a": 1}, {1: float("nan")}, {VOCAB_SIZE: 1.0}),
+    "logit_bias": ([1], {1: 101}, {-1: 1.0}, {"a": 1}, {1: float("nan")}, {"9" * 5000: 1}, {VOCAB_SIZE: 1.0}),
     "bad_words_ids": ([[]], [3], "abc", [[VOCAB_SIZE]], [[-1]]),
     "suppress_tokens": ("abc", [1.5], [VOCAB_SIZE], [-1]),
     "min_new_tokens": (-1, 1.5),
@@ -268,7 +268,7 @@ NONSENSE: dict[str, tuple[Any, ...]] = {
     "json_schema": (5, [1], ""),
     "regex": ("", 5),
     "grammar": ("", 5),
-    "choice": ("", [1], 5),
+    "choice": ("", [], [1], 5),
     "logits_processors": (5, [5]),
     "processors": (5, {"no_such": 1}),
     "no_repeat_ngram_size": (-1, "a"),
@@ -375,3 +375,22 @@ def test_any_number_of_tokens_may_have_a_bias() -> None:
         assert edits is not None
         changes = edits.after([1, 2, 3])
         assert dict(zip(changes.token_ids.tolist(), changes.bias.tolist(), strict=True)) == biases
+
+
+@pytest.mark.parametrize("name", ["repetition_penalty", "encoder_repetition_penalty", "temperature", "top_p"])
+def test_whole_numbers_are_numbers(name: str) -> None:
+    """As JSON has them, also where transformers asks for a float."""
+    value = 1 if name == "top_p" else 2
+    logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(3))
+    beside = {"no_repeat_ngram_size": 3}
+    whole, real = (make_request(0, {name: given, **beside}, [33, 34]) for given in (value, float(value)))
+    assert torch.equal(processed([whole], logits), processed([real], logits))
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-30, 1e-38, 1e-39, 1e-45])
+def test_however_cold_the_likeliest_is_left(temperature: float) -> None:
+    logits = torch.randn(1, VOCAB_SIZE, generator=torch.Generator().manual_seed(4)) * 40
+    for beside in ({}, {"no_repeat_ngram_size": 3}):
+        request = make_request(0, {"temperature": temperature, **beside}, [33, 34])
+        scores = processed([request], logits)
+        assert scores.argmax() == logits.argmax() and not scores.isnan().any()

@@ -88,10 +88,12 @@ def serve(
             Limits(max_body_bytes, seconds=request_timeout),
         )
         facts = llm.manager.describe()
-        run(
+        is_forced = run(
             service, host, port, drain_timeout,
             ready=lambda url: typer.echo(f"legato: serving {service.model} on {url} ({facts})", err=True),
         )  # fmt: skip
+        if is_forced:
+            os._exit(1)  # not even the step under way is waited for, which may take a minute
 
 
 def _check_address(host: str, port: int) -> None:

@@ -74,15 +74,16 @@ def _first_after(asked: _Asked) -> int:
 
 _Make = Callable[[Any, _Asked], Any]
 
+_COLDEST = 1e-30  # the likeliest token's alone is left; below it, logits would overflow
 # In transformers' order; of a setting's value and the request.
 _PROCESSORS: tuple[tuple[str, _Make], ...] = (
     ("logit_bias", lambda value, asked: _Bias(value)),
     ("sequence_bias", lambda value, asked: hf.SequenceBiasLogitsProcessor(value)),
     (
         "encoder_repetition_penalty",
-        lambda value, asked: hf.EncoderRepetitionPenaltyLogitsProcessor(value, asked.prompt),
+        lambda value, asked: hf.EncoderRepetitionPenaltyLogitsProcessor(float(value), asked.prompt),
     ),
-    ("repetition_penalty", lambda value, asked: hf.RepetitionPenaltyLogitsProcessor(value)),
+    ("repetition_penalty", lambda value, asked: hf.RepetitionPenaltyLogitsProcessor(float(value))),
     ("occurrence_penalties", lambda value, asked: _OccurrencePenalty(value[0], value[1], asked.prompt_length)),
     ("no_repeat_ngram_size", lambda value, asked: hf.NoRepeatNGramLogitsProcessor(value)),
     (
@@ -114,7 +115,7 @@ _PROCESSORS: tuple[tuple[str, _Make], ...] = (
 )
 # Only where tokens are drawn.
 _WARPERS: tuple[tuple[str, _Make], ...] = (
-    ("temperature", lambda value, asked: hf.TemperatureLogitsWarper(float(value))),
+    ("temperature", lambda value, asked: hf.TemperatureLogitsWarper(max(float(value), _COLDEST))),
     ("top_h", lambda value, asked: hf.TopHLogitsWarper(value)),
     ("top_k", lambda value, asked: hf.TopKLogitsWarper(value)),
     ("top_p", lambda value, asked: hf.TopPLogitsWarper(float(value))),

@@ -61,7 +61,9 @@ def process_logits(logits: Tensor, sampling: SamplingBatch) -> dict[int, str]:
     """Edit and process rows, in place. Returns what went wrong in a row's own processors."""
     if sampling.edits is not None:
         _edit(logits, sampling.edits)
-    errors = {}
+    errors: dict[int, str] = {}
+    if sampling.allowed is not None and sampling.processed:
+        _restrict(logits, sampling.allowed, errors)  # filters among the processors must choose from what may come
     for one in sampling.processed:
         row = logits[one.row : one.row + 1]
         try:
@@ -72,7 +74,7 @@ def process_logits(logits: Tensor, sampling: SamplingBatch) -> dict[int, str]:
         except Exception as error:  # noqa: BLE001 - a caller's own code: whatever it raises, it must not harm the others
             errors[one.row] = f"a logits processor failed: {type(error).__name__}: {error}"
     if sampling.allowed is not None:
-        _restrict(logits, sampling.allowed, errors)
+        _restrict(logits, sampling.allowed, errors)  # whatever processors have made of it
     return errors
 
 

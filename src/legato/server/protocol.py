@@ -1,8 +1,9 @@
 """What clients send, in OpenAI's terms: the shape is checked here, ranges where `SamplingParams` is made of it."""
 
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
 
 from legato.errors import InvalidValueError
 
@@ -14,6 +15,24 @@ _SAMPLING = (
     "include_stop_str_in_output", "json_schema", "regex", "choice", "grammar",
 )  # fmt: skip
 MOST_TOOLS = 128
+MOST_FIELDS = 1000
+
+Entry = TypeVar("Entry")
+# What is wrong with one entry is told, not with each of a million: that would take seconds, in the server's loop.
+ListOf = Annotated[list[Entry], FailFast()]
+
+
+def _values(kinds: type | tuple[type, ...], said: str) -> Callable[[Any], Any]:
+    """`FailFast` for the values of a dict, which pydantic does not have."""
+
+    def check(given: Any) -> Any:
+        values = given.items() if isinstance(given, dict) else ()
+        wrong = next((name for name, value in values if not isinstance(value, kinds) or value is True), None)
+        if wrong is not None:
+            raise ValueError(f"the value of {wrong[:40]!r} must be {said}")
+        return given
+
+    return check
 
 
 class StreamOptions(BaseModel):
@@ -55,15 +74,15 @@ class GenerationRequest(BaseModel):
     repetition_penalty: float | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_values((int, float), "a number"))] = None
     n: int | None = None
     seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[int] | None = None
+    stop: str | ListOf[str] | None = None
+    stop_token_ids: ListOf[int] | None = None
     ignore_eos: bool | None = None
     include_stop_str_in_output: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: ListOf[str] | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
     cache_salt: str | None = None
@@ -76,6 +95,8 @@ class GenerationRequest(BaseModel):
         """Clients send null for what they leave out."""
         if not isinstance(given, dict):
             return given
+        if len(given) > MOST_FIELDS:
+            raise ValueError(f"there are {len(given)} fields: at most {MOST_FIELDS} are allowed")
         return {name: value for name, value in given.items() if value is not None}
 
     def renamed(self) -> dict[str, str]:
@@ -138,13 +159,13 @@ class Message(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | ListOf[dict[str, Any]] | None = None
 
 
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message]
+    messages: ListOf[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
@@ -184,7 +205,7 @@ class ChatRequest(GenerationRequest):
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     logprobs: int | None = None
     echo: bool = False
     best_of: int | None = None
@@ -211,14 +232,14 @@ class TokenizeRequest(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: ListOf[Message] | None = None
 
 
 class DetokenizeRequest(BaseModel):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: ListOf[int]
 
 
 class TextFormat(BaseModel):
@@ -252,7 +273,7 @@ class NamedFunction(BaseModel):
 class ResponsesRequest(GenerationRequest):
     """`POST /v1/responses`. Nothing is kept: `input` is the whole conversation."""
 
-    input: str | list[dict[str, Any]]
+    input: str | ListOf[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: TextSettings = Field(default_factory=TextSettings)
@@ -262,7 +283,7 @@ class ResponsesRequest(GenerationRequest):
     chat_template_kwargs: dict[str, Any] | None = None
     previous_response_id: str | None = None
     background: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, BeforeValidator(_values(str, "a text"))] = None
 
     def renamed(self) -> dict[str, str]:
         tokens = {} if self.max_output_tokens is None else {"max_new_tokens": "max_output_tokens"}

@@ -1,5 +1,6 @@
 """`/v1/responses`: the same answers in the form of OpenAI's newer interface. Nothing is kept between calls."""
 
+import json
 import time
 import uuid
 from collections.abc import AsyncGenerator, Iterator
@@ -31,6 +32,7 @@ def add_responses(app: FastAPI, service: Service) -> None:
         """Answer a conversation that is given whole."""
         headers = service.check(asked)
         _refuse_state(asked)
+        _refuse_unspeakable(asked)
         chat = await run_in_threadpool(lambda: prepare(service.tokenizer, as_chat(asked)))
         return await unless_gone(request, _answer(service, asked, chat, headers))
 
@@ -43,6 +45,15 @@ def _refuse_state(asked: ResponsesRequest) -> None:
         raise ApiError(400, "background=True is not allowed: nothing is kept here", "background")
     if (asked.n or 1) != 1:
         raise ApiError(400, f"n={asked.n} is not allowed: a response has one answer", "n")
+
+
+def _refuse_unspeakable(asked: ResponsesRequest) -> None:
+    """What is told again with the answer must be JSON, in UTF-8: Python's parser takes more than that."""
+    for name, value in asked.model_dump(include={"instructions", "metadata", "text", "tools", "tool_choice"}).items():
+        try:
+            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+        except ValueError as error:
+            raise ApiError(400, f"{name} holds what is no JSON in UTF-8: {error}", name) from error
 
 
 async def _answer(service: Service, asked: ResponsesRequest, chat: Conversation, headers: dict[str, str]) -> Response:

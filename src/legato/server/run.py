@@ -15,6 +15,7 @@ from legato.server.service import Service
 logger = logging.getLogger(__name__)
 
 _LOOK_SECONDS = 0.05
+_END_SECONDS = 2.0  # for open calls to be told that they end
 HEAD_SECONDS = 20.0  # until a request's head is here
 READ_SECONDS = 60.0  # until a client that has much to read has read some of it
 
@@ -69,7 +70,7 @@ class ImpatientProtocol(H11Protocol):
 
 class DrainingServer(uvicorn.Server):
     """On the first SIGTERM or SIGINT new calls are refused with 503 while those that run finish; on the second, and
-    after `drain_timeout` seconds, it ends at once.
+    after `drain_timeout` seconds, those that still run end with an error, and it ends.
     """
 
     def __init__(
@@ -79,12 +80,16 @@ class DrainingServer(uvicorn.Server):
         self._ready = ready
         self._service = service
         self._drain_timeout = drain_timeout
+        self._hurries = False
         self._draining: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self._service.is_draining or self._loop is None:
+        if self._hurries or self._loop is None:
             self.should_exit = self.force_exit = True
+            return
+        if self._service.is_draining:
+            self._hurries = True
             return
         self._service.is_draining = True
         logger.info("%s: finishing %d calls", signal.Signals(sig).name, self._service.open_calls.number)
@@ -101,12 +106,18 @@ class DrainingServer(uvicorn.Server):
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
+        calls = self._service.open_calls
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._drain_timeout
-        while self._service.open_calls.number and loop.time() < deadline:
+        while calls.number and loop.time() < deadline and not self._hurries:
+            await asyncio.sleep(_LOOK_SECONDS)
+        if calls.number:
+            self._service.manager.stop(block=False, hard_stop=True)  # which gives each of them an error to tell
+            deadline = loop.time() + _END_SECONDS
+        while calls.number and loop.time() < deadline:
             await asyncio.sleep(_LOOK_SECONDS)
         self.should_exit = True
-        self.force_exit = self._service.open_calls.number > 0
+        self.force_exit = calls.number > 0
 
 
 def new_server(
@@ -120,6 +131,12 @@ def new_server(
     return DrainingServer(config, service, drain_timeout, ready)
 
 
-def run(service: Service, host: str, port: int, drain_timeout: float, ready: Callable[[str], object]) -> None:
-    """Serve until a signal says otherwise; `ready` is told the address. The manager is stopped by its owner."""
-    new_server(service, host, port, drain_timeout, ready).run()
+def run(service: Service, host: str, port: int, drain_timeout: float, ready: Callable[[str], object]) -> bool:
+    """Serve until a signal says otherwise; `ready` is told the address. The manager is stopped by its owner.
+
+    Returns:
+        Whether it had to end in the middle of calls: nothing is to be waited for any more.
+    """
+    server = new_server(service, host, port, drain_timeout, ready)
+    server.run()
+    return server.force_exit

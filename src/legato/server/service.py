@@ -64,7 +64,7 @@ class Service:
             ApiError: what is wrong.
         """
         if self.is_draining:
-            raise ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+            raise _shutting_down()
         if asked.model not in (None, self.model):
             raise ApiError(404, f"model={asked.model!r} is not served here, {self.model!r} is", "model",
                            code="model_not_found")  # fmt: skip
@@ -132,7 +132,7 @@ class Service:
                         unfinished -= 1
                         self.metrics.finished(output)
                     if output.error is not None:
-                        raise _failed(output, asked)
+                        raise self._failed(output, asked)
                     yield current
         except LegatoError as error:
             raise ApiError.of(error) from error
@@ -144,6 +144,17 @@ class Service:
             self.metrics.cancelled(unfinished)
             raise
 
+    def _failed(self, output: GenerationOutput, asked: GenerationRequest) -> ApiError:
+        if output.finish_reason == "error":
+            return ApiError.invalid(output.error or "", asked.renamed())
+        if self.is_draining:
+            return _shutting_down()
+        return ApiError(503, "the request was cancelled", kind="server_error", code="cancelled")
+
+
+def _shutting_down() -> ApiError:
+    return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+
 
 async def _next(outputs: Outputs, deadline: float | None) -> tuple[int, GenerationOutput] | None:
     """None after the last. Who waits may be another task each time, so each wait has a timeout of its own."""
@@ -153,9 +164,3 @@ async def _next(outputs: Outputs, deadline: float | None) -> tuple[int, Generati
         raise TimeoutError
     async with asyncio.timeout_at(deadline):
         return await anext(outputs, None)
-
-
-def _failed(output: GenerationOutput, asked: GenerationRequest) -> ApiError:
-    if output.finish_reason == "error":
-        return ApiError.invalid(output.error or "", asked.renamed())
-    return ApiError(503, "the request was cancelled", kind="server_error", code="cancelled")
