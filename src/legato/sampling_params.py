@@ -45,7 +45,7 @@ class SamplingParams:
         typical_p: sample from the tokens whose information is nearest to the expected one, as many as reach this
             probability, in (0, 1] (Meister et al., "Locally typical sampling", 2022).
         repetition_penalty: divides the positive logits of tokens that occurred, in prompt or answer, and multiplies the
-            negative ones; above 0, 1 is none (Keskar et al., "CTRL", 2019).
+            negative ones; from 1e-6 to 1e6, 1 is none (Keskar et al., "CTRL", 2019).
         presence_penalty: taken off the logits of tokens that occurred in the answer, in [-2, 2].
         frequency_penalty: the same for each time they did, in [-2, 2].
         logit_bias: added to the logits of single tokens, {token id: -100 to 100}.

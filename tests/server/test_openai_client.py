@@ -6,6 +6,7 @@ import re
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import httpx
@@ -264,17 +265,36 @@ def test_sigterm_lets_running_calls_finish_and_refuses_new_ones() -> None:
     assert server.process.wait(30) == 0
 
 
-def test_a_second_signal_ends_at_once() -> None:
+def test_a_second_signal_ends_what_runs_with_an_error() -> None:
     server = Server()
-    with httpx.Client(base_url=server.url, timeout=60) as http:
-        body = {"prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True, "stream": True}
-        with pytest.raises(httpx.HTTPError), http.stream("POST", "/v1/completions", json=body) as stream:
+    body = {"prompt": "Once upon a time", "max_tokens": 3000, "ignore_eos": True}
+    with ThreadPoolExecutor() as threads, httpx.Client(base_url=server.url, timeout=60) as http:
+        call = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        with http.stream("POST", "/v1/completions", json={**body, "stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
+            while running(http) < 2:
+                pass
             server.process.send_signal(signal.SIGTERM)
             while httpx.get(f"{server.url}/ready").status_code == 200:
                 pass  # two signals that come together are one
             server.process.send_signal(signal.SIGTERM)
-            for _ in lines:
-                pass
-    assert server.process.wait(30) is not None
+            told = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+        assert told[-1]["error"]["code"] == "shutting_down"
+        assert call.result().status_code == 503 and call.result().json()["error"]["code"] == "shutting_down"
+    assert server.process.wait(30) == 0
+    assert "Traceback" not in server.log
+
+
+@pytest.mark.slow
+def test_a_second_signal_does_not_wait_for_a_long_step() -> None:
+    server = Server("--max-batch-tokens", "8192", settings=("--page-size", "256"))
+    with ThreadPoolExecutor() as threads:
+        body = {"prompt": [5] * 8000, "max_tokens": 100, "ignore_eos": True}
+        call = threads.submit(httpx.post, f"{server.url}/v1/completions", json=body, timeout=60)
+        for _ in range(2):
+            time.sleep(1)  # it is not seen from outside when the step begins
+            server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(60) in (0, 1)
+        with suppress(httpx.HTTPError):
+            assert call.result().status_code in (500, 503)

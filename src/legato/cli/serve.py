@@ -59,7 +59,7 @@ def serve(
     POST /v1/chat/completions, /v1/completions, /v1/responses, /tokenize, /detokenize
     GET  /v1/models, /health (the engine lives), /ready (new calls are taken), /metrics (Prometheus), /version
 
-    The first SIGTERM or Ctrl-C lets running calls finish and refuses new ones, the second ends at once. Without
+    The first SIGTERM or Ctrl-C lets running calls finish and refuses new ones, the second ends them too. Without
     --api-key everybody who reaches the port may use it: it listens on 127.0.0.1 unless --host says otherwise.
     """
     if (not api_key and KEY_VARIABLE in os.environ) or any(not key.strip() for key in api_key or ()):

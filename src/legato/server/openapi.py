@@ -166,7 +166,7 @@ def _responses(path: str, streams: bool, has_body: bool) -> Schema:
     if path in _ANSWER_OF:
         content = {"application/json": {"schema": _ref(_ANSWER_OF[path])}}
     if streams:
-        content["text/event-stream"] = {"schema": _TEXT}
+        content["text/event-stream"] = {"schema": {"description": "Server-sent events, each of JSON."}}
     failures = {status: _failure(_ERRORS[status]) for status in sorted(statuses)}
     return {"200": {"description": "The answer.", "content": content}, **failures}
 

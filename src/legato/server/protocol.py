@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, FailFast, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from legato.errors import InvalidValueError
 
@@ -19,11 +19,11 @@ MOST_FIELDS = 1000
 
 Entry = TypeVar("Entry")
 # What is wrong with one entry is told, not with each of a million: that would take seconds, in the server's loop.
-ListOf = Annotated[list[Entry], FailFast()]
+ListOf = Annotated[list[Entry], Field(fail_fast=True)]
 
 
 def _values(kinds: type | tuple[type, ...], said: str) -> Callable[[Any], Any]:
-    """`FailFast` for the values of a dict, which pydantic does not have."""
+    """`fail_fast` for the values of a dict, for which pydantic has none."""
 
     def check(given: Any) -> Any:
         values = given.items() if isinstance(given, dict) else ()
