@@ -90,7 +90,11 @@ SAMPLING: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "include_stop_str_in_output": ((True, False), NOT_BOOLS, "True or False"),
     "min_p": ((0, 0.0, 0.5, 1), (-0.1, 1.1, None, *NOT_NUMBERS), "a finite number, at least 0 and at most 1"),
     "typical_p": ((0.01, 1, 1.0), (0, 1.1, None, *NOT_NUMBERS), "a finite number, above 0 and at most 1"),
-    "repetition_penalty": ((0.1, 1, 2.5), (0, -1, None, *NOT_NUMBERS), "a finite number, above 0"),
+    "repetition_penalty": (
+        (1e-6, 0.1, 1, 2.5, 1e6),
+        (0, -1, 1e-7, 2e6, None, *NOT_NUMBERS),
+        "a finite number, at least 1e-06 and at most",
+    ),
     "presence_penalty": ((-2, 0.0, 2), (-2.1, 2.1, None, *NOT_NUMBERS), "a finite number, at least -2 and at most 2"),
     "frequency_penalty": ((-2, 0.0, 2), (-2.1, 2.1, None, *NOT_NUMBERS), "a finite number, at least -2 and at most 2"),
     "logit_bias": (({}, {3: 1.0}), (None, [1], "a"), "a dict of token ids and numbers"),

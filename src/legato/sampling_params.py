@@ -123,7 +123,7 @@ class SamplingParams:
         self._settle("bad_words_ids", _sequences("bad_words_ids", self.bad_words_ids))
         self._settle("logit_bias", _biases(self.logit_bias))
         self._settle("stop", _texts("stop", self.stop))
-        if isinstance(self.choice, Sequence) and not self.choice and self.choice != ():
+        if self.choice == []:  # asked for, and nothing to choose from
             raise refuse("choice", self.choice, "a text or a list of texts, at least one")
         self._settle("choice", _texts("choice", self.choice))
         self._check_structured()
