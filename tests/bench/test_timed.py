@@ -83,6 +83,14 @@ def times() -> PassTimes:
     return PassTimes(VOCAB_SIZE)
 
 
+def test_what_was_before_the_start_is_forgotten(times: PassTimes) -> None:
+    runner = times.runner(StubRunner(times.kernels(cast(Any, StubKernels()))))
+    runner.run(batch([0, 1], [9], [0]))
+    assert times.parts and times.shapes and times.passes
+    times.clear()
+    assert times == PassTimes(VOCAB_SIZE)
+
+
 def test_kernels_do_their_work_and_each_is_booked(times: PassTimes) -> None:
     kernels = TimedKernels(StubKernels(), times)
     assert kernels.name == "stub"

@@ -90,3 +90,11 @@ def test_it_is_refused_where_there_is_no_fused_decoder() -> None:
         enable(tiny_model("llama", "sdpa")).init_continuous_batching(
             continuous_batching_config=ContinuousBatchingConfig(quantization="int8", fused_decoder=False)
         )
+
+
+def test_weights_that_are_no_numbers_are_refused_as_such() -> None:
+    model = enable(tiny_model("llama", "sdpa"))
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.nan
+    with pytest.raises(UnsupportedModelError, match="its logits are not numbers"):
+        model.init_continuous_batching(continuous_batching_config=ContinuousBatchingConfig(quantization="int8"))

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from tqdm import tqdm
@@ -14,10 +14,10 @@ from legato.bench.model_work import model_work
 from legato.bench.requests import greedy_request
 from legato.bench.settings import EngineSettings
 from legato.bench.tables import table
-from legato.bench.timed import OTHER, PassTimes, TimedKernels, TimedRunner
+from legato.bench.timed import OTHER, PassTimes
 from legato.bench.workload import check_workload
-from legato.config import WorkloadHints
-from legato.engine.assemble import EngineFacts, assemble
+from legato.config import ContinuousBatchingConfig, WorkloadHints
+from legato.engine.assemble import EngineFacts, Wrappers, assemble
 from legato.engine.engine import Engine
 from legato.generation import GenerationDefaults, RequestFactory
 from legato.kernels import load_kernels
@@ -174,20 +174,13 @@ def measure_roofline(model_name: str, workload: dict[str, Any], settings: Engine
     model = load_model(model_name, dtype=dtype).eval()
     quantized = settings.quantization is not None
     before = measure_machine(dtype, quantized, _kernels(model))
-    engine, facts = assemble(model, config, WorkloadHints(), samples=False)
-    _warm_up(engine)
-    whole = PassTimes(facts.shape.vocab_size)
-    _watch_passes(engine, whole)
-    requests = workload["requests"]
-    num_tokens, seconds = _run(engine, _requests(model, facts, requests))
+    vocab_size = int(model.get_input_embeddings().weight.shape[0])
+    whole, parts = PassTimes(vocab_size), PassTimes(vocab_size)
+    facts, num_tokens, seconds = _run(model, config, workload["requests"], whole, Wrappers(runner=whole.runner))
     # Once more for the parts: a pass taken apart cannot be replayed in one call, and so takes longer.
-    engine._runner = engine._runner._runner  # type: ignore[attr-defined]
-    engine.forget_prefixes()
-    _warm_up(engine)  # makes the decoder anew, too
-    times = PassTimes(facts.shape.vocab_size)
-    _watch_kernels(engine, times)
-    _run(engine, _requests(model, facts, requests))
-    whole.parts = times.parts
+    config = replace(config, num_blocks=facts.size.num_blocks, max_requests_per_batch=facts.size.max_requests_per_batch)
+    _run(model, config, workload["requests"], parts, Wrappers(parts.kernels, parts.runner))
+    whole.parts = parts.parts
     best = before.better(measure_machine(dtype, quantized, _kernels(model)))
     return Roofline(
         model=model_name,
@@ -218,23 +211,6 @@ def _warm_up(engine: Engine) -> None:
         engine.step()
 
 
-# Neither runner nor decoder has a seam for a watcher, which every pass would pay for: so it is done behind their backs.
-
-
-def _watch_passes(engine: Engine, times: PassTimes) -> None:
-    engine._runner = TimedRunner(engine._runner, times)
-
-
-def _watch_kernels(engine: Engine, times: PassTimes) -> None:
-    """Passes and, on the fused path, the kernels in them."""
-    runner: Any = engine._runner
-    decoder = getattr(runner, "_decoder", None)
-    if decoder is not None:
-        decoder._kernels = TimedKernels(decoder._kernels, times)
-        decoder._recorded.clear()
-    engine._runner = TimedRunner(runner, times)
-
-
 def _requests(model: Any, facts: EngineFacts, requests: Sequence[dict[str, Any]]) -> list[Request]:
     generation = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
     defaults = GenerationDefaults.of(model, generation)
@@ -243,8 +219,14 @@ def _requests(model: Any, facts: EngineFacts, requests: Sequence[dict[str, Any]]
     return [factory.make(defaults, str(i), spec) for i, spec in enumerate(specs)]
 
 
-def _run(engine: Engine, requests: Sequence[Request]) -> tuple[int, float]:
-    """(new tokens, seconds)."""
+def _run(
+    model: Any, config: ContinuousBatchingConfig, asked: Sequence[dict[str, Any]], times: PassTimes, wrappers: Wrappers
+) -> tuple[EngineFacts, int, float]:
+    """What the engine was, new tokens, and seconds; the rest is in `times`."""
+    engine, facts = assemble(model, config, WorkloadHints(), samples=False, wrappers=wrappers)
+    _warm_up(engine)
+    requests = _requests(model, facts, asked)
+    times.clear()
     before = engine.stats.num_generated_tokens
     total = sum(request.max_new_tokens for request in requests)
     with tqdm(total=total, unit="tok", disable=None, dynamic_ncols=True) as bar:
@@ -254,7 +236,7 @@ def _run(engine: Engine, requests: Sequence[Request]) -> tuple[int, float]:
         while engine.has_work:
             engine.step()
             bar.update(engine.stats.num_generated_tokens - before - bar.n)
-        return engine.stats.num_generated_tokens - before, time.perf_counter() - start
+        return facts, engine.stats.num_generated_tokens - before, time.perf_counter() - start
 
 
 def _figures(model: ModelWork, times: PassTimes, machine: Machine, seconds: float) -> Iterator[PartFigures]:

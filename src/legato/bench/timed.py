@@ -3,11 +3,12 @@
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from legato.bench.floor import PassShape
 from legato.engine.batch import Batch, StepResult
 from legato.engine.engine import BatchRunner
+from legato.kernels.interface import Kernels
 
 _PARTS = {"attention": "attention", "rotate_and_store": "attention"}
 OTHER = "norms, gates"  # and whatever else kernels do
@@ -30,6 +31,20 @@ class PassTimes:
     passes: float = 0.0
     shapes: list[PassShape] = field(default_factory=list)
     head_ended: float | None = None
+
+    def clear(self) -> None:
+        """Forget what was before."""
+        self.passes, self.head_ended = 0.0, None
+        self.parts.clear()
+        self.shapes.clear()
+
+    def kernels(self, kernels: Kernels) -> Kernels:
+        """The same, timed."""
+        return cast(Kernels, TimedKernels(kernels, self))
+
+    def runner(self, runner: BatchRunner) -> BatchRunner:
+        """The same, timed."""
+        return TimedRunner(runner, self)
 
     def begin_pass(self) -> None:
         self.head_ended = None

@@ -1,5 +1,6 @@
 """From a loaded model to a decoder that computes the same, made sure of before anything is served with it."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -88,7 +89,9 @@ def fuse(
     logits = _check_logits(fused, input_ids.tolist())
     difference = float((logits - expected).abs().mean() / expected.std())
     tolerance = _TOLERANCE[model.dtype] if quantization is None else _QUANTIZED_TOLERANCE
-    if not difference <= tolerance:  # so that nan is refused too
+    if math.isnan(difference):
+        raise NotFusable("its logits are not numbers: are there any in its weights that are not?")
+    if difference > tolerance:
         raise NotFusable(f"its logits differ from the model's own by {difference:.2g} standard deviations")
     return fused
 

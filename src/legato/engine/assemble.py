@@ -1,7 +1,7 @@
 """Puts an engine together for a model: the one place that knows every part."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +35,7 @@ from legato.engine.sizing import (
 )
 from legato.errors import UnsupportedModelError
 from legato.kernels import load_kernels
+from legato.kernels.interface import Kernels
 from legato.live_model import FORWARD_LOCK
 
 logger = logging.getLogger(__name__)
@@ -62,13 +63,31 @@ class EngineFacts:
     description: str
 
 
+@dataclass(frozen=True)
+class Wrappers:
+    """What whoever measures puts around parts as they are made; nothing, unless told.
+
+    Attributes:
+        kernels: of the fused decoder.
+        runner: of either path.
+    """
+
+    kernels: Callable[[Kernels], Kernels] = lambda kernels: kernels
+    runner: Callable[[BatchRunner], BatchRunner] = lambda runner: runner
+
+
 def assemble(
-    model: Any, config: ContinuousBatchingConfig, hints: WorkloadHints, samples: bool
+    model: Any,
+    config: ContinuousBatchingConfig,
+    hints: WorkloadHints,
+    samples: bool,
+    wrappers: Wrappers = Wrappers(),
 ) -> tuple[Engine, EngineFacts]:
     """Build cache, scheduler and runner for `model`.
 
     Args:
         samples: whether requests will mostly be sampled, which takes memory.
+        wrappers: around kernels and runner.
 
     Raises:
         UnsupportedModelError: the model cannot be served.
@@ -87,7 +106,7 @@ def assemble(
                 f"attn_implementation={backend!r} is not implemented yet; load the model with {' or '.join(BACKENDS)}"
             )
         groups = find_attention_groups(inner, configs)
-    path = _choose_path(inner, groups, config)
+    path = _choose_path(inner, groups, config, wrappers.kernels)
     dtype = inner.dtype if path.fused is None else torch.float32
     cache_dtype = _cache_dtype(config, path, inner.dtype)
     shape = model_shape(inner, groups, longest_sequence(inner), dtype, cache_dtype, backend)
@@ -107,7 +126,8 @@ def assemble(
     else:
         num_positions = min(shape.max_length, blocks.max_tokens_alone())
         runner = FusedRunner(path.fused, cache, num_positions)
-    engine = Engine(scheduler, blocks, BatchBuilder(size.page_size, len(groups)), runner, host)
+    builder = BatchBuilder(size.page_size, len(groups))
+    engine = Engine(scheduler, blocks, builder, wrappers.runner(runner), host)
     description = _describe(
         inner, f"{path.description}, paged|{backend}" if path.fused is None else path.description, config, shape, size,
         host.num_units * unit_bytes,
@@ -125,7 +145,12 @@ class _Path:
     description: str
 
 
-def _choose_path(model: Any, groups: Sequence[AttentionGroup], config: ContinuousBatchingConfig) -> _Path:
+def _choose_path(
+    model: Any,
+    groups: Sequence[AttentionGroup],
+    config: ContinuousBatchingConfig,
+    wrapped: Callable[[Kernels], Kernels],
+) -> _Path:
     """The fused decoder where it is wanted and can stand in for the model.
 
     Raises:
@@ -139,7 +164,7 @@ def _choose_path(model: Any, groups: Sequence[AttentionGroup], config: Continuou
     try:
         if model.device.type != "cpu":
             raise NotFusable(f"it runs on CPU only, and the model is on {model.device}")
-        fused = fuse(model, groups, load_kernels(), config.quantization)
+        fused = fuse(model, groups, wrapped(load_kernels()), config.quantization)
     except NotFusable as error:
         if required:
             wanted = "fused_decoder=True" if config.fused_decoder else f"quantization={config.quantization!r}"
