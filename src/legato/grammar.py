@@ -5,7 +5,7 @@ import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from legato.errors import InvalidValueError, MissingExtraError
 from legato.sampling_params import STRUCTURED, SamplingParams
 
 MOST_KEPT = 256  # compiled grammars
+MOST_SAID = 500  # characters of what is wrong with one
 # Keywords that it does not know are refused, not passed over; whitespace that nobody needs would have no end at a high
 # temperature.
 JSON_SETTINGS: Any = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": False}
@@ -55,7 +56,7 @@ class GrammarCompiler:
         self._fill = llguidance.LLExecutor(1)
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="legato-grammar")
         self._lock = threading.Lock()
-        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], Future[Any]] = OrderedDict()
 
     def grammar(self, params: SamplingParams) -> "Grammar":
         """The grammar that a request asks for, at its start.
@@ -65,13 +66,8 @@ class GrammarCompiler:
         """
         name, text = self._text(params)
         self._refuse_special(name, params)
+        template = self._template(name, text)
         with self._lock:
-            template = self._kept.get(text)
-            if template is None:
-                template = self._kept[text] = self._compiled(name, text)
-                if len(self._kept) > MOST_KEPT:
-                    self._kept.popitem(last=False)
-            self._kept.move_to_end(text)
             return Grammar(self, template.deep_copy())
 
     def start_masks(self, grammars: Sequence["Grammar"]) -> Callable[[], NDArray[np.uint8]]:
@@ -107,7 +103,28 @@ class GrammarCompiler:
             return "grammar", matcher.grammar_from_lark(params.grammar)
         except (ValueError, TypeError, RecursionError) as error:
             name = next(n for n in STRUCTURED if getattr(params, n) not in (None, ()))
-            raise InvalidValueError(f"{name} cannot be used: {error}") from error
+            raise InvalidValueError(f"{name} cannot be used: {_short(str(error))}") from error
+
+    def _template(self, name: str, text: str) -> Any:
+        """Compiled once, which may take seconds; only those wait who want the same."""
+        key = (name, text)
+        with self._lock:
+            compiled = self._kept.get(key)
+            is_new = compiled is None
+            if compiled is None:
+                compiled = self._kept[key] = Future()
+                if len(self._kept) > MOST_KEPT:
+                    self._kept.popitem(last=False)
+            self._kept.move_to_end(key)
+        if is_new:
+            try:
+                compiled.set_result(self._compiled(name, text))
+            except BaseException as error:
+                with self._lock:
+                    self._kept.pop(key, None)
+                compiled.set_exception(error)
+                raise
+        return compiled.result()
 
     def _refuse_special(self, name: str, params: SamplingParams) -> None:
         """A special token's text, letter by letter, would be taken for the token itself."""
@@ -125,8 +142,19 @@ class GrammarCompiler:
     def _compiled(self, name: str, text: str) -> Any:
         matcher = self._engine.LLMatcher(self._tokens, text, log_level=0)
         if matcher.is_error():
-            raise InvalidValueError(f"{name} cannot be used: {matcher.get_error()}")
+            raise InvalidValueError(f"{name} cannot be used: {_short(matcher.get_error())}")
+        first = matcher.deep_copy()
+        first.compute_bitmask()
+        if first.is_stopped() and not matcher.is_accepting():
+            reason = first.get_error()
+            told = "no text satisfies it" if reason.startswith("NoExtensionBias") else _short(reason)
+            raise InvalidValueError(f"{name} cannot be used: {told}")
         return matcher
+
+
+def _short(reason: str) -> str:
+    """Some quote all of the grammar."""
+    return reason if len(reason) <= MOST_SAID else f"{reason[:MOST_SAID]} ..."
 
 
 class Grammar:

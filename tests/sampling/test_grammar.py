@@ -2,6 +2,8 @@
 
 import json
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jsonschema
@@ -19,6 +21,7 @@ from legato import (
     SamplingParams,
     enable,
 )
+from legato.grammar import GrammarCompiler
 from tests.parity.families import tiny_model
 
 PROMPT = "Describe a cat as data:\n"
@@ -106,6 +109,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"regex": r"(a)\1"}, "regex"),
     ({"grammar": "start: undefined"}, "grammar"),
     ({"grammar": "root ::= [0-9"}, "grammar"),
+    ({"json_schema": {"$ref": "#"}}, "no text satisfies it"),
+    ({"regex": r"[^\s\S]"}, "no text satisfies it"),
+    ({"grammar": "start: a\na: a"}, "no text satisfies it"),
     ({"json_schema": {"const": "<|im_end|>"}}, "special token"),
     ({"json_schema": '{"enum": ["a", "<|im_start|>"]}'}, "special token"),
     ({"regex": r"say <\|im_end\|> now"}, "special token"),
@@ -119,6 +125,32 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_bad_grammars_fail_at_submission_with_the_reason(llm: LLM, wrong: dict[str, Any], reason: str) -> None:
     with pytest.raises(InvalidValueError, match=reason):
         llm.manager.add_request([1, 2, 3], **wrong)
+
+
+@pytest.mark.slow
+def test_equal_grammars_are_compiled_once_and_others_do_not_wait(
+    smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = GrammarCompiler(smollm2_tokenizer, len(smollm2_tokenizer), [smollm2_tokenizer.eos_token_id])
+    compile_it, goes_on, compiled = compiler._compiled, threading.Event(), list[str]()
+
+    def slowly(name: str, text: str) -> Any:
+        compiled.append(name)
+        assert name != "json_schema" or goes_on.wait(30)
+        return compile_it(name, text)
+
+    monkeypatch.setattr(compiler, "_compiled", slowly)
+    wrong = SamplingParams(regex=r"[^\s\S]")
+    with ThreadPoolExecutor(4) as threads:
+        same = [threads.submit(compiler.grammar, SamplingParams(json_schema={"type": "string"})) for _ in range(4)]
+        compiler.grammar(SamplingParams(choice=["a", "b"]))
+        goes_on.set()
+        grammars = [one.result(30) for one in same]
+        told = [threads.submit(compiler.grammar, wrong).exception(30) for _ in range(3)]
+    assert sorted(compiled[:2]) == ["choice", "json_schema"] and compiled.count("json_schema") == 1
+    grammars[0].accept(smollm2_tokenizer.encode('"')[0])
+    assert grammars[1].accept(smollm2_tokenizer.encode('"')[0]) is None  # each stands where it is by itself
+    assert all(isinstance(error, InvalidValueError) for error in told)
 
 
 def test_one_grammar_at_a_time_and_never_without_a_tokenizer() -> None:
