@@ -70,6 +70,7 @@ CONFIG: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
     "auto_switch_to_flash": ((True, False), NOT_BOOLS, "True or False"),
     "seed": ((None, 0, 1, 1 << 40), (-1, *NOT_INTEGERS), "an integer, at least 0, or None"),
     "max_queue_size": ((0, 1, 10**6), (-1, None, *NOT_INTEGERS), "an integer, at least 0"),
+    "stream_interval": ((0, 0.05, 3), (-0.1, None, *NOT_NUMBERS), "a finite number, at least 0"),
     "drop_unsupported_processors": ((True, False), NOT_BOOLS, "True or False"),
     "block_size": ((None,), (), ""),  # see below
 }
@@ -116,7 +117,7 @@ SAMPLING: dict[str, tuple[tuple[Any, ...], tuple[Any, ...], str]] = {
 }
 
 HINTS = dict.fromkeys(
-    ("max_prompt_length", "max_generated_length", "num_requests"),
+    ("max_prompt_length", "max_generated_length", "num_requests", "max_batch_tokens"),
     ((None, 1, 10**6), (0, -1, *NOT_INTEGERS), "an integer, at least 1, or None"),
 )
 

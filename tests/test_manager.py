@@ -32,6 +32,7 @@ from legato.decoder.decoder import Decoder
 from legato.decoder.weights import Weights
 from legato.kernels.packing import PackedMatrix
 from legato.request import RequestSpec
+from legato.router import Inbox, LoopMail
 from tests.parity.reference import reference
 from tests.tiny import tiny_llama
 
@@ -941,6 +942,95 @@ def test_what_a_manager_took_goes_with_it(fused_decoder: bool) -> None:
         assert count() == before
     finally:
         gc.enable()
+
+
+def test_outputs_of_the_last_step_come_though_no_other_follows(manager: ContinuousBatchingManager) -> None:
+    tokens: list[int] = []
+
+    async def take() -> None:
+        spec = RequestSpec([5, 6, 7], 3000, streaming=True, eos_token_id=-1)
+        async for _, output in manager.as_completed_async([spec]):
+            tokens[:] = output.generated_tokens
+
+    def pause(started: threading.Event, over: threading.Event) -> None:
+        with manager.pause():
+            started.set()
+            assert over.wait(30)
+
+    async def ask() -> None:
+        loop, started, over = asyncio.get_running_loop(), threading.Event(), threading.Event()
+        taking = asyncio.ensure_future(take())
+        while not tokens:
+            await asyncio.sleep(0.001)
+        pausing = loop.run_in_executor(None, pause, started, over)
+        await loop.run_in_executor(None, started.wait)
+        deadline = time.monotonic() + 10
+        try:
+            while len(tokens) < manager.stats.num_generated_tokens and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+            assert len(tokens) == manager.stats.num_generated_tokens < 3000
+        finally:
+            over.set()
+            await pausing
+            taking.cancel()
+
+    with manager.session():
+        asyncio.run(ask())
+
+
+@pytest.mark.parametrize("interval", [0.005, 3600.0])
+def test_between_the_first_and_the_last_part_streams_wait(interval: float) -> None:
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=400, stream_interval=interval)
+    manager = ContinuousBatchingManager(tiny_llama(), GenerationConfig(eos_token_id=-1), config)
+
+    async def lengths() -> list[int]:
+        spec = RequestSpec([5, 6, 7], 700, streaming=True)
+        return [len(output.generated_tokens) async for _, output in manager.as_completed_async([spec])]
+
+    with manager.session():
+        found = asyncio.run(lengths())
+    assert sorted(set(found)) == found and found[-1] == 700
+    assert len(found) <= 2 if interval > 1 else len(found) >= 3
+
+
+def test_who_waits_for_a_first_or_last_output_is_woken_and_nobody_else() -> None:
+    """Of two consumers with one interval."""
+
+    def partial(request_id: str, length: int) -> GenerationOutput:
+        return GenerationOutput(request_id, generated_tokens=[5] * length)
+
+    async def run() -> None:
+        mail, inboxes = LoopMail(asyncio.get_running_loop(), 3600.0), (Inbox(), Inbox())
+        send = [mail.handler(inbox) for inbox in inboxes]
+
+        async def arrives(which: int) -> int | None:
+            mail.wake()
+            try:
+                return len((await asyncio.wait_for(inboxes[which].get(), 0.05)).generated_tokens)
+            except TimeoutError:
+                return None
+
+        send[0](partial("a", 2))
+        assert await arrives(0) == 2  # the first, of however many tokens
+        send[0](partial("a", 4))
+        send[1](partial("b", 1))
+        assert await arrives(1) == 1
+        assert await arrives(0) is None
+        send[1](partial("b", 2))
+        assert await arrives(1) is None
+        send[0](GenerationOutput("a", generated_tokens=[5] * 9, status=RequestStatus.FINISHED))
+        assert await arrives(0) == 9 and await arrives(0) is None  # what came before is in it, and not told after it
+        assert await arrives(1) is None
+
+    asyncio.run(run())
+
+
+def test_a_loop_that_was_closed_is_written_to_in_vain() -> None:
+    loop = asyncio.new_event_loop()
+    mail, inbox = LoopMail(loop, 0.0), Inbox()
+    loop.close()
+    mail.handler(inbox)(GenerationOutput("a"))
+    mail.wake()
 
 
 def test_a_slow_consumer_in_asyncio_gets_the_latest(manager: ContinuousBatchingManager) -> None:

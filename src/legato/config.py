@@ -29,11 +29,13 @@ class WorkloadHints:
         max_prompt_length: tokens of the longest prompt, or None.
         max_generated_length: new tokens of the longest answer, or None.
         num_requests: requests in all, or None.
+        max_batch_tokens: tokens in one pass at most where the config leaves it open, or None: as told there.
     """
 
     max_prompt_length: int | None = None
     max_generated_length: int | None = None
     num_requests: int | None = None
+    max_batch_tokens: int | None = None
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
@@ -81,6 +83,8 @@ class ContinuousBatchingConfig:
         auto_switch_to_flash: run a model loaded as eager or sdpa on FlashAttention where it is to be had.
         seed: sampling seed of requests that bring none.
         max_queue_size: waiting requests accepted; 0: no limit.
+        stream_interval: seconds from one part of a streamed answer to the next, for `as_completed_async` and over HTTP;
+            its first and last part do not wait. 0: each token as it comes.
         drop_unsupported_processors: drop, with a warning, logits processors that cannot work here; False: refuse them.
         block_size: deprecated name of `page_size`.
 
@@ -118,6 +122,7 @@ class ContinuousBatchingConfig:
     auto_switch_to_flash: bool = True
     seed: int | None = None
     max_queue_size: int = 0
+    stream_interval: float = 0.0
     drop_unsupported_processors: bool = True
     block_size: int | None = None
 
@@ -137,6 +142,7 @@ class ContinuousBatchingConfig:
         check_int("q_padding_interval_size", self.q_padding_interval_size, 0)
         check_int("kv_padding_interval_size", self.kv_padding_interval_size, 0)
         check_int("max_queue_size", self.max_queue_size, 0)
+        check_number("stream_interval", self.stream_interval, 0)
         check_int("num_speculative_tokens", self.num_speculative_tokens, 1, MAX_TOKENS_WITH_DRAFTS - 1)
         check_int("seed", self.seed, 0, optional=True)
         check_number("max_memory_percent", self.max_memory_percent, 0, 1, above=True, optional=True)

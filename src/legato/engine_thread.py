@@ -157,7 +157,9 @@ class EngineThread:
                 if request.status < RequestStatus.FINISHED:
                     engine.submit(request)
             self._turn.notify_all()
-        self._router.publish([r.output() for r in requests if r.status >= RequestStatus.FINISHED])
+        failed = [request.output() for request in requests if request.status >= RequestStatus.FINISHED]
+        if failed:
+            self._router.publish(failed)
         return True
 
     def cancel(self, request_id: str) -> None:
@@ -215,9 +217,9 @@ class EngineThread:
         failure = None
         try:
             while self._wait_for_turn(engine):
-                outputs = engine.step()
+                outputs = engine.step(self._router.announce)
                 self._end_turn(outputs)
-                self._router.publish(outputs)
+                self._router.put(outputs)
             self._router.publish(self._fail_unfinished(engine))
         except BaseException as error:
             logger.error("the engine failed", exc_info=error)
@@ -226,7 +228,11 @@ class EngineThread:
         self._end(failure)
 
     def _wait_for_turn(self, engine: Engine) -> bool:
-        """Sleep until there is a step to run (True) or the thread is to end (False)."""
+        """Sleep until there is a step to run (True) or the thread is to end (False).
+
+        Who waits for the last step's outputs is woken before it sleeps, else when the next pass is ready to be
+        computed, some milliseconds later: at once, he and this thread would contend for the interpreter meanwhile.
+        """
         with self._turn:
             while self._state is not _State.HARD_STOPPING:
                 has_work = engine.has_work
@@ -235,6 +241,7 @@ class EngineThread:
                     return True
                 if not has_work and self._state is _State.STOPPING:
                     break
+                self._router.announce()
                 self._turn.wait()
             return False
 

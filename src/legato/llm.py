@@ -9,7 +9,7 @@ from types import TracebackType
 from typing import Any
 
 from legato.best_of import all_samples, best_samples
-from legato.config import ContinuousBatchingConfig
+from legato.config import ContinuousBatchingConfig, WorkloadHints
 from legato.errors import InvalidValueError, ManagerStateError
 from legato.manager import ContinuousBatchingManager
 from legato.model_api import enable
@@ -31,6 +31,7 @@ class LLM:
         model: an alias of `legato pull`, a folder, a `.gguf` file, a hub id, or a model that is loaded already.
         tokenizer: a tokenizer or a name; None: the model's own, which needs `model` to be a name.
         continuous_batching_config: memory and scheduling.
+        workload_hints: what is known of the requests to come.
         **load: given to transformers' `from_pretrained`. Without `dtype`, weights are float32 on a CPU, whatever the
             checkpoint has, and the checkpoint's own type on a GPU (`device_map="cuda"`).
 
@@ -44,6 +45,7 @@ class LLM:
         model: Any,
         tokenizer: Any = None,
         continuous_batching_config: ContinuousBatchingConfig | None = None,
+        workload_hints: WorkloadHints | None = None,
         **load: Any,
     ) -> None:
         if isinstance(model, str | os.PathLike):
@@ -56,6 +58,7 @@ class LLM:
         self.tokenizer = load_tokenizer(tokenizer) if isinstance(tokenizer, str | os.PathLike) else tokenizer
         self.model = enable(model)
         self._config = continuous_batching_config
+        self._hints = workload_hints
         self._manager: ContinuousBatchingManager | None = None
         self._making = threading.Lock()  # several threads may be the first
 
@@ -167,7 +170,7 @@ class LLM:
         with self._making:
             if self._manager is None:
                 self._manager = self.model.init_continuous_batching(
-                    continuous_batching_config=self._config, tokenizer=self.tokenizer
+                    None, self._config, self._hints, tokenizer=self.tokenizer
                 )
                 self._manager.start()
             return self._manager

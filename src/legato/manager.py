@@ -66,7 +66,7 @@ class ContinuousBatchingManager:
             tokenizer,
             0 if self.config.speculative is None else self.config.num_speculative_tokens,
         )
-        self._router = OutputRouter()
+        self._router = OutputRouter(self.config.stream_interval)
         self._thread = EngineThread(engine, self._router, self.config.max_queue_size)
         self._id_numbers = itertools.count()
         self._session_thread: int | None = None

@@ -34,19 +34,28 @@ class Inbox:
 
     def __init__(self) -> None:
         self._latest: dict[str, GenerationOutput] = {}
-        self._arrived = asyncio.Event()
+        self._begun: set[str] = set()
+        self._rung = asyncio.Event()
 
-    def put(self, output: GenerationOutput) -> None:
-        """In the loop."""
+    def put(self, output: GenerationOutput) -> bool:
+        """In the loop. Returns whether the consumer should not wait for it: the first of its request, or the last."""
+        is_first = output.request_id not in self._begun
+        self._begun.add(output.request_id)
         self._latest[output.request_id] = output
-        self._arrived.set()
+        return is_first or output.is_finished()
+
+    def ring(self) -> None:
+        """In the loop: wake the consumer, if there is anything for him."""
+        if self._latest:
+            self._rung.set()
 
     async def get(self) -> GenerationOutput:
         """The latest output of the request that has waited longest."""
-        while not self._latest:
-            self._arrived.clear()
-            await self._arrived.wait()
-        return self._latest.pop(next(iter(self._latest)))
+        await self._rung.wait()
+        output = self._latest.pop(next(iter(self._latest)))
+        if not self._latest:
+            self._rung.clear()
+        return output
 
 
 class LoopMail:
@@ -55,13 +64,20 @@ class LoopMail:
 
     Args:
         loop: where outputs go.
+        interval: seconds from one time that consumers are woken to the next; who is to get the first or the last
+            output of a request is woken at once.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, interval: float) -> None:
         self._loop = loop
+        self._interval = interval
         self._sent: deque[tuple[Inbox, GenerationOutput]] = deque()
         self._woken = False
         self.num_users = 0
+        # In the loop alone:
+        self._held: dict[Inbox, None] = {}  # whose consumers are to be woken when the interval is over
+        self._rung = loop.time()  # when that was last
+        self._timer: asyncio.TimerHandle | None = None
 
     def handler(self, inbox: Inbox) -> ResultHandler:
         """What hands outputs to an inbox, once `wake` is called."""
@@ -78,7 +94,18 @@ class LoopMail:
         self._woken = False  # before anything is taken: what is sent from now on wakes anew
         while self._sent:
             inbox, output = self._sent.popleft()
-            inbox.put(output)
+            if inbox.put(output) or not self._interval:
+                inbox.ring()
+            else:
+                self._held[inbox] = None
+        if self._held and self._timer is None:
+            self._timer = self._loop.call_at(self._rung + self._interval, self._ring)
+
+    def _ring(self) -> None:
+        self._timer, self._rung = None, self._loop.time()
+        for inbox in self._held:
+            inbox.ring()
+        self._held.clear()
 
 
 class OutputRouter:
@@ -87,9 +114,13 @@ class OutputRouter:
     Outputs of a request with a handler go to the handler. All others are stored in the order they came. A consumer
     that waits for one request has that request's outputs for itself while it waits; a consumer of any output takes the
     oldest that nobody waits for by name.
+
+    Args:
+        interval: of deliveries into asyncio loops, see `LoopMail`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, interval: float = 0.0) -> None:
+        self._interval = interval
         self._changed = threading.Condition(threading.RLock())
         self._open = False
         self._failure: EngineError | None = None
@@ -121,7 +152,7 @@ class OutputRouter:
             handled = [(self._handlers.pop(o.request_id), o) for o in lost if o.request_id in self._handlers]
         for handler, output in handled:
             _call(handler, output)
-        self._announce()
+        self.announce()
 
     def expect(self, request_ids: Sequence[str], handler: ResultHandler | None = None) -> None:
         """Requests were accepted: the final output of each will come, to `handler` if there is one.
@@ -138,7 +169,15 @@ class OutputRouter:
                 self._handlers.update(dict.fromkeys(request_ids, handler))
 
     def publish(self, outputs: list[GenerationOutput]) -> None:
-        """Hand outputs on. Handlers run here and now, outside the lock; what they raise is logged."""
+        """Hand outputs on, and wake who waits for them."""
+        self.put(outputs)
+        self.announce()
+
+    def put(self, outputs: list[GenerationOutput]) -> None:
+        """Hand outputs on; who waits for stored ones, or in asyncio, is not woken before `announce`.
+
+        Handlers run here and now, outside the lock; what they raise is logged.
+        """
         handled = []
         with self._changed:
             for output in outputs:
@@ -153,14 +192,14 @@ class OutputRouter:
                         del self._handlers[output.request_id]
         for handler, output in handled:
             _call(handler, output)
-        self._announce()
 
     def _store(self, output: GenerationOutput) -> None:
         self._stored[self._num_stored] = output
         self._stored_of[output.request_id].append(self._num_stored)
         self._num_stored += 1
 
-    def _announce(self) -> None:
+    def announce(self) -> None:
+        """Wake who waits for outputs, or for their end."""
         with self._changed:
             self._changed.notify_all()
             listeners = list(self._listeners)
@@ -237,7 +276,7 @@ class OutputRouter:
     def mail_to(self, loop: asyncio.AbstractEventLoop) -> Iterator[LoopMail]:
         """The mail into a loop, one for all who use it at the same time."""
         with self._changed:
-            mail = self._mail.setdefault(loop, LoopMail(loop))
+            mail = self._mail.setdefault(loop, LoopMail(loop, self._interval))
             mail.num_users += 1
             self._listeners.add(mail.wake)
         try:

@@ -8,7 +8,7 @@ import torch
 
 from legato.cache.pool import RESERVED_CHUNKS, AttentionGroup, ChunkLayout
 from legato.config import ContinuousBatchingConfig, WorkloadHints
-from legato.engine.sizing import ModelShape, resolve_size, usable_bytes
+from legato.engine.sizing import CacheSize, ModelShape, resolve_size, usable_bytes
 from legato.errors import OutOfCacheMemoryError
 
 FULL = ModelShape((AttentionGroup(tuple(range(30)), None, 3, 64),), 49152, 576, 1536, 9, 8192, 4, 4)
@@ -123,6 +123,30 @@ def test_the_default_margin_is_the_schedulers() -> None:
     for scheduler, margin in (("fifo", 0.15), ("prefill_first", 0.0)):
         config = ContinuousBatchingConfig(scheduler_type=scheduler)
         assert resolve_size(config, FULL, NO_HINTS, 4 * GIB).safety_margin == margin
+
+
+def test_a_hint_of_short_passes_is_a_default_and_no_demand() -> None:
+    """Else as if it had been left open: raised for requests, lowered for memory, overruled."""
+    hints = WorkloadHints(max_batch_tokens=512)
+    assert resolve_size(ContinuousBatchingConfig(), FULL, hints, 60 * GIB).max_batch_tokens == 512
+    many = resolve_size(ContinuousBatchingConfig(max_requests_per_batch=1000), FULL, hints, 60 * GIB)
+    assert (many.max_batch_tokens, many.max_requests_per_batch) == (1000, 1000)
+    tight = next(
+        size
+        for mib in range(64, 4096, 16)
+        if (size := _fitting(ContinuousBatchingConfig(num_blocks=4), FULL, hints, mib << 20)) is not None
+    )
+    assert tight.max_batch_tokens < 512
+    assert resolve_size(ContinuousBatchingConfig(max_batch_tokens=2048), FULL, hints, 60 * GIB).max_batch_tokens == 2048
+
+
+def _fitting(
+    config: ContinuousBatchingConfig, shape: ModelShape, hints: WorkloadHints, free_bytes: int
+) -> CacheSize | None:
+    try:
+        return resolve_size(config, shape, hints, free_bytes)
+    except OutOfCacheMemoryError:
+        return None
 
 
 def test_known_workloads_take_no_more_cache_than_they_can_use() -> None:

@@ -24,18 +24,33 @@ _PANELS = {
         "eviction_policy", "cpu_offload_space", "cpu_offload_space_safety_threshold",
     ),
     "Scheduling": ("max_batch_tokens", "max_requests_per_batch", "max_queue_size", "scheduler_type"),
-    "Answers": ("seed", "speculative", "num_speculative_tokens", "return_logprobs", "drop_unsupported_processors"),
+    "Answers": (
+        "seed", "speculative", "num_speculative_tokens", "stream_interval", "return_logprobs",
+        "drop_unsupported_processors",
+    ),
 }  # fmt: skip
 
 
-def with_settings(command: Callable[..., None]) -> Callable[..., None]:
-    """The command, with a flag for every setting in place of its `**settings`; those not given are None."""
-    signature = inspect.signature(command)
-    own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
-    texts, types = described_fields(ContinuousBatchingConfig), get_type_hints(ContinuousBatchingConfig)
-    flags = [_flag(one, types[one.name], texts.get(one.name, "")) for one in config_flags()]
-    command.__signature__ = signature.replace(parameters=own + flags)  # type: ignore[attr-defined]
-    return command
+Command = Callable[..., None]
+
+
+def with_settings(**own_texts: str) -> Callable[[Command], Command]:
+    """A command with a flag for every setting in place of its `**settings`; those not given are None.
+
+    Args:
+        own_texts: what settings do, where it is something else in this command.
+    """
+    texts = {**described_fields(ContinuousBatchingConfig), **own_texts}
+    types = get_type_hints(ContinuousBatchingConfig)
+
+    def with_flags(command: Command) -> Command:
+        signature = inspect.signature(command)
+        own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        flags = [_flag(one, types[one.name], texts.get(one.name, "")) for one in config_flags()]
+        command.__signature__ = signature.replace(parameters=own + flags)  # type: ignore[attr-defined]
+        return command
+
+    return with_flags
 
 
 def config_flags() -> list[Field[Any]]:

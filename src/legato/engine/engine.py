@@ -165,8 +165,12 @@ class Engine:
         scheduler = self._scheduler
         return bool(self._submitted or self._cancelled or scheduler.running or scheduler.waiting)
 
-    def step(self) -> list[GenerationOutput]:
+    def step(self, before_pass: Callable[[], object] = lambda: None) -> list[GenerationOutput]:
         """Run one forward pass over whatever is due.
+
+        Args:
+            before_pass: called when all is ready to be computed, which takes long and needs little of the interpreter:
+                the time for others to be woken.
 
         Returns:
             The final outputs of requests that ended, and a partial one for each streaming request with a new token.
@@ -180,6 +184,7 @@ class Engine:
         self._move_blocks(plan)
         if plan.chunks:
             batch = self._builder.build(plan.chunks, self._blocks.tables)
+            before_pass()
             result = self._runner.run(batch)
             outputs += self._commit(plan, result)
         self._record(plan)

@@ -182,7 +182,8 @@ def _size(config: ContinuousBatchingConfig, shape: ModelShape, hints: WorkloadHi
         most = replace(room, free_bytes=free_bytes * 3 // 4)
         useful = _useful_blocks(shape, hints, most_requests, config.page_size, margin)
         planned = _most(lambda n: room.pool_bytes(n) <= free_bytes // 2 and most.holds(MIN_BATCH_TOKENS, 1, n), useful)
-    batch_tokens = config.max_batch_tokens or _batch_tokens(room, config.max_requests_per_batch, planned)
+    most_tokens = hints.max_batch_tokens or DEFAULT_BATCH_TOKENS
+    batch_tokens = config.max_batch_tokens or _batch_tokens(room, most_tokens, config.max_requests_per_batch, planned)
     requests = min(most_requests, batch_tokens)
     if config.max_requests_per_batch is None:
         while requests > 1 and not room.holds(batch_tokens, requests, planned):
@@ -194,13 +195,13 @@ def _size(config: ContinuousBatchingConfig, shape: ModelShape, hints: WorkloadHi
     return room.size(batch_tokens, requests, num_blocks, margin)
 
 
-def _batch_tokens(room: "_Room", requests: int | None, num_blocks: int) -> int:
-    """Tokens of a step that leave the logits of `requests` their memory; if that is open, half of what there is."""
+def _batch_tokens(room: "_Room", most: int, requests: int | None, num_blocks: int) -> int:
+    """Tokens of a step, up to `most`, that leave the logits of `requests` their memory; if that is open, half of it."""
     if requests is None:
         left = room.free_bytes - room.needed(MIN_BATCH_TOKENS, 1, num_blocks)
         room = replace(room, free_bytes=room.free_bytes - max(0, left) // 2)
     fewest = max(MIN_BATCH_TOKENS, requests or 1)  # a token for each request at least
-    batch_tokens = max(DEFAULT_BATCH_TOKENS, fewest)
+    batch_tokens = max(most, fewest)
     while batch_tokens > fewest and not room.holds(batch_tokens, requests or 1, num_blocks):
         batch_tokens = max(batch_tokens // 2, fewest)
     return batch_tokens
