@@ -192,7 +192,7 @@ def test_text_that_is_no_text_is_refused(smollm2_tokenizer: Any) -> None:
 def test_a_template_that_raises_says_why(smollm2_tokenizer: Any, template: str, reason: str) -> None:
     tokenizer = copy.copy(smollm2_tokenizer)
     tokenizer.chat_template = template
-    with pytest.raises(InvalidValueError, match=f"chat template refuses the messages: .*{reason}"):
+    with pytest.raises(InvalidValueError, match=f"messages are refused by the chat template: .*{reason}"):
         encode_chat(tokenizer, [{"role": "user", "content": "Hi"}])
 
 

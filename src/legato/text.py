@@ -22,8 +22,13 @@ def encode(tokenizer: Any, text: str) -> list[int]:
         InvalidValueError: the text holds half of a character.
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
-        raise InvalidValueError("the prompt is not Unicode text: it holds a lone surrogate")
+        raise InvalidValueError("prompt is not Unicode text: it holds a lone surrogate")
     return list(tokenizer(text)["input_ids"])
+
+
+def longest_token(tokenizer: Any) -> int:
+    """Characters of the longest token: a text has at least its length divided by this of them."""
+    return max(map(len, tokenizer.get_vocab()))
 
 
 def encode_chat(
@@ -69,7 +74,7 @@ def _apply_template(
     try:
         return tokenizer.apply_chat_template(list(messages), **settings, **template)
     except (TemplateError, TypeError, ValueError, KeyError) as error:
-        raise InvalidValueError(f"the chat template refuses the messages: {error}") from error
+        raise InvalidValueError(f"messages are refused by the chat template: {error}") from error
 
 
 def decode(tokenizer: Any, token_ids: Sequence[int]) -> str:

@@ -1,5 +1,7 @@
 """`legato serve`'s command line: what it takes and refuses before anything is loaded."""
 
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -72,3 +74,14 @@ def test_an_empty_key_in_the_environment_is_refused(
     status, _, told = run_cli("serve", no_model)
     assert status == 2 and "LEGATO_API_KEY is empty" in told
     assert "Unrecognized model in" in run_cli("serve", no_model, "--api-key", "sk-a")[2]
+
+
+@pytest.mark.slow
+def test_a_missing_extra_is_named() -> None:
+    program = (
+        "import sys; sys.modules['uvicorn'] = None; sys.argv = ['legato', 'serve', 'smollm2', '--port', '0']\n"
+        "from legato.cli import main; main()"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert "legato: error: serve needs uvicorn: pip install 'legato[serve]'" in done.stderr
+    assert done.returncode == 2 and "Traceback" not in done.stderr

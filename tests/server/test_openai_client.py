@@ -12,7 +12,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
+import torch
 
+from legato.cli.serve import CPU_BATCH_TOKENS
 from tests.parity.reference import reference
 from tests.server.legato_server import KEY, Server
 
@@ -131,6 +133,28 @@ def test_completions_of_several_prompts(client: openai.OpenAI, smollm2: Any, smo
     assert texts == [c.text for c in told.choices]
 
 
+def test_nothing_but_the_prompts_log_probabilities(client: openai.OpenAI, smollm2: Any, smollm2_tokenizer: Any) -> None:
+    """What evaluations by likelihood ask for."""
+    prompt = "Water boils at 100 degrees."
+    asked = {"model": "smollm2", "prompt": prompt, "max_tokens": 0, "logprobs": 2}
+    told = client.completions.create(**asked, echo=True)
+    assert told.usage is not None and told.usage.completion_tokens == 0
+    assert told.choices[0].text == prompt and told.choices[0].finish_reason == "length"
+    ids = torch.tensor([smollm2_tokenizer.encode(prompt)])
+    with torch.no_grad():
+        every = smollm2(ids).logits[0].log_softmax(-1)
+    wanted = every[:-1].gather(1, ids[0, 1:, None])[:, 0].tolist()
+    found = told.choices[0].logprobs
+    assert found is not None and found.token_logprobs is not None and found.token_logprobs[0] is None
+    assert found.token_logprobs[1:] == pytest.approx(wanted, abs=1e-3)
+    pieces = list(client.completions.create(**asked, echo=True, stream=True))
+    assert "".join(piece.choices[0].text for piece in pieces) == prompt
+    for wrong in ({"echo": False}, {"echo": True, "logprobs": None}, {"echo": True, "n": 2}):
+        with pytest.raises(openai.BadRequestError) as caught:
+            client.completions.create(**{**asked, **wrong})
+        assert caught.value.param == "max_tokens"
+
+
 def test_log_probabilities_inside_of_characters(client: openai.OpenAI) -> None:
     """Characters of several tokens: their bytes put together are the text, and tokens begin where they do."""
     prompt = "naïve 🦜 — 日本" * 8
@@ -172,7 +196,7 @@ def test_log_probabilities_inside_of_characters(client: openai.OpenAI) -> None:
         ({"max_tokens": 0}, 400, "max_tokens"),
         ({"logit_bias": {"99999999": 1}}, 400, "logit_bias"),
         ({"top_logprobs": 50, "logprobs": True}, 400, "logprobs"),
-        ({"messages": []}, 400, None),
+        ({"messages": []}, 400, "messages"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages"),
         ({"stop": ""}, 400, "stop"),
         ({"max_tokens": "many"}, 400, "max_tokens"),
@@ -196,6 +220,7 @@ def test_keys(server: Server) -> None:
 
 
 def test_facts(server: Server, client: openai.OpenAI) -> None:
+    assert f"max_batch_tokens={CPU_BATCH_TOKENS}," in server.log  # nobody has asked for longer passes
     assert [one.id for one in client.models.list()] == ["smollm2"]
     assert client.models.retrieve("smollm2").id == "smollm2"
     headers = {"Authorization": f"Bearer {KEY}"}
@@ -216,7 +241,7 @@ def test_facts(server: Server, client: openai.OpenAI) -> None:
         big = http.post("/v1/completions", content=b'{"prompt": "' + b"x" * (10 << 20) + b'"}')
         assert big.status_code == 413 and big.json()["error"]["code"] == "body_too_large"
         chunked = http.post("/v1/completions", content=(b"x" * (1 << 20) for _ in range(6)))
-        assert chunked.status_code == 413
+        assert chunked.status_code == 413 and chunked.json()["error"]["code"] == "body_too_large"
         for junk in (b"", b"{", b"\xff\xfe", b"[]", b'"x"', b'{"prompt": "\xff"}', b'{"prompt": "\\ud800"}'):
             told = http.post("/v1/completions", content=junk, headers={"Content-Type": "application/json"})
             assert told.status_code == 400 and told.json()["error"]["message"], junk

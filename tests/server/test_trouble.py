@@ -52,6 +52,15 @@ def serving(manager: ContinuousBatchingManager, tokenizer: Any, **settings: Any)
             assert not thread.is_alive()
 
 
+@pytest.fixture(scope="module")
+def open_server(smollm2_tokenizer: Any) -> Iterator[str]:
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=100, max_batch_tokens=256)
+    manager = ContinuousBatchingManager(tiny_llama(), continuous_batching_config=config)
+    with serving(manager, smollm2_tokenizer, limits=Limits(characters=5000)) as url:
+        yield url
+    manager.destroy()
+
+
 @pytest.fixture
 def manager() -> Iterator[ContinuousBatchingManager]:
     config = ContinuousBatchingConfig(page_size=16, num_blocks=400, max_batch_tokens=256, max_queue_size=4)
@@ -71,11 +80,11 @@ def test_an_engine_that_fails_tells_everybody_and_is_not_healthy(
     assert engine is not None
     step, fails = engine.step, threading.Event()
 
-    def step_or_fail() -> Any:
+    def step_or_fail(*given: Any) -> Any:
         if fails.is_set():
             raise ZeroDivisionError("planted")
         time.sleep(0.01)
-        return step()
+        return step(*given)
 
     monkeypatch.setattr(engine, "step", step_or_fail)
     with ThreadPoolExecutor() as threads, serving(manager, smollm2_tokenizer) as url:
@@ -279,6 +288,57 @@ def test_strict_refuses_what_it_does_not_know(manager: ContinuousBatchingManager
         told = ids(url, max_tokens=1, no_such_field=1)
         assert told.status_code == 400 and told.json()["error"]["param"] == "no_such_field"
         assert ids(url, max_tokens=1, user="me").status_code == 200
+        told = ids(url, max_tokens=1, stream=True, stream_options={"include_everything": True})
+        assert told.status_code == 400 and told.json()["error"]["param"] == "stream_options.include_everything"
+        assert ids(url, max_tokens=1, stream=True, stream_options={"include_obfuscation": True}).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("path", "field", "asked"),
+    [
+        ("/v1/completions", "prompt", {"prompt": "\ud800"}),
+        ("/v1/completions", "prompt", {"prompt": ["x", "long " * 2000]}),
+        ("/v1/completions", "prompt", {"prompt": [5] * 500, "max_tokens": 2000}),
+        ("/v1/completions", "max_tokens", {"prompt": "x", "max_tokens": 0}),
+        ("/v1/completions", "logit_bias", {"prompt": "x", "logit_bias": {"5": False}}),
+        ("/v1/chat/completions", "messages", {"messages": []}),
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "\ud800"}]}),
+        ("/v1/chat/completions", "messages", {"messages": [{"role": "user", "content": "long " * 2000}]}),
+        ("/v1/chat/completions", "messages",
+         {"messages": [{"role": "user", "content": [{"type": "text", "text": "long " * 2000}]}]}),
+        ("/v1/chat/completions", "chat_template_kwargs",
+         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"tokenize": True}}),
+        ("/v1/responses", "input", {"input": [{"type": "picture"}]}),
+        ("/v1/responses", "input", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+        ("/v1/responses", "input", {"input": []}),
+        ("/v1/responses", "input", {"input": "\ud800"}),
+        ("/v1/responses", "input", {"input": "long " * 2000}),
+        ("/v1/responses", "max_output_tokens", {"input": "x", "max_output_tokens": 0}),
+        ("/tokenize", "messages", {"messages": []}),
+        ("/tokenize", "prompt", {"prompt": "\ud800"}),
+    ],
+)  # fmt: skip
+def test_the_field_at_fault_is_named_as_the_client_calls_it(
+    open_server: str, path: str, field: str, asked: dict[str, Any]
+) -> None:
+    told = httpx.post(open_server + path, content=json.dumps(asked), headers={"Content-Type": "application/json"})
+    assert told.status_code == 400 and told.json()["error"]["param"] == field, told.text[:500]
+    is_long = "long long" in json.dumps(asked)
+    assert ("characters" in told.json()["error"]["message"]) is is_long, told.text  # it was not even tokenized
+    ours = ("input_ids", "max_new_tokens", *({"max_tokens"} - {field} if "max_output_tokens" in asked else ()))
+    assert not any(name in told.json()["error"]["message"] for name in ours), told.text
+    assert len(told.text) < 1000  # not all that was sent, back again
+
+
+def test_streams_in_longer_parts(smollm2_tokenizer: Any) -> None:
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=400, max_batch_tokens=256, stream_interval=3600)
+    manager = ContinuousBatchingManager(tiny_llama(), continuous_batching_config=config)
+    with serving(manager, smollm2_tokenizer) as url:
+        whole = ids(url, max_tokens=40, seed=1).json()["choices"][0]["text"]
+        told = ids(url, max_tokens=40, seed=1, stream=True).text
+    pieces = [json.loads(line[6:])["choices"][0] for line in told.splitlines() if line.startswith("data: {")]
+    assert 1 <= len(pieces) <= 2  # the first and the last do not wait
+    assert "".join(piece["text"] for piece in pieces) == whole and pieces[-1]["finish_reason"] == "length"
 
 
 def test_prompts_and_choices_are_bounded(manager: ContinuousBatchingManager, smollm2_tokenizer: Any) -> None:

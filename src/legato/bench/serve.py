@@ -227,6 +227,15 @@ class LoadRun:
         return usage
 
 
+def _new_loop() -> asyncio.AbstractEventLoop:
+    """The quickest there is: what the load takes of the machine, the server lacks."""
+    try:
+        import uvloop
+    except ModuleNotFoundError:  # there is none for Windows
+        return asyncio.new_event_loop()
+    return uvloop.new_event_loop()
+
+
 def measure_serve(load: Load, target: Target, slo: Slo) -> tuple[ServeFigures, bool]:
     """Send a load and measure.
 
@@ -237,5 +246,6 @@ def measure_serve(load: Load, target: Target, slo: Slo) -> tuple[ServeFigures, b
         InvalidValueError: the server does not answer a first short request.
     """
     run = LoadRun(load, target)
-    finished = asyncio.run(run.run())
+    with asyncio.Runner(loop_factory=_new_loop) as runner:
+        finished = runner.run(run.run())
     return ServeFigures.of(len(load.bodies), run.replies, slo, run.heartbeat.lags, run.heartbeat.cpu_seconds), finished

@@ -4,19 +4,29 @@ import gc
 import os
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from legato.cli.settings import read_settings, with_settings
+from legato.config import ContinuousBatchingConfig, WorkloadHints
 from legato.errors import InvalidValueError, MissingExtraError
 
+if TYPE_CHECKING:
+    from legato.llm import LLM
+
 KEY_VARIABLE = "LEGATO_API_KEY"
+CPU_BATCH_TOKENS = 512  # every stream waits for all of a pass, which is a second of a small model with 2,000
 
 
-@with_settings
+@with_settings(
+    max_batch_tokens="query tokens in one forward pass, which every stream waits for. "
+    f"None: {CPU_BATCH_TOKENS} on a CPU, else 8192, lowered to what memory allows"
+)
 def serve(
     model: Annotated[str, typer.Argument(help="Alias, model folder, .gguf file or hub id.")],
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
@@ -66,26 +76,23 @@ def serve(
         raise InvalidValueError(f"--api-key or {KEY_VARIABLE} is empty: leave it out to let everybody in")
     engine = read_settings(config, settings)
     _check_address(host, port)
-    with _imports_uncollected():
-        from legato.llm import LLM
-        from legato.models import torch_dtype
+    with _loaded(model, engine, device, dtype) as llm:
+        from legato.server.limits import Limits
+        from legato.server.run import run
+        from legato.server.service import Service
+        from legato.text import longest_token
 
-        try:
-            from legato.server.limits import Limits
-            from legato.server.run import run
-            from legato.server.service import Service
-        except ModuleNotFoundError as error:
-            raise MissingExtraError(f"serve needs {error.name}: pip install 'legato[serve]'") from error
-
-    load = {"device_map": device, **({} if dtype is None else {"dtype": torch_dtype(dtype)})}
-    with LLM(model, continuous_batching_config=engine, **load) as llm:
         service = Service(
             llm.manager,
             llm.tokenizer,
             served_model_name or model,
             tuple(api_key or ()),
             strict,
-            Limits(max_body_bytes, seconds=request_timeout),
+            Limits(
+                max_body_bytes,
+                characters=llm.manager.max_tokens * longest_token(llm.tokenizer),
+                seconds=request_timeout,
+            ),
         )
         facts = llm.manager.describe()
         is_forced = run(
@@ -103,6 +110,26 @@ def _check_address(host: str, port: int) -> None:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         raise InvalidValueError(f"--host {host} --port {port} cannot be listened on: {error}") from error
+
+
+@contextmanager
+def _loaded(model: str, engine: ContinuousBatchingConfig, device: str, dtype: str | None) -> "Iterator[LLM]":
+    """The model, ready to answer. The server's modules are imported meanwhile."""
+    with _imports_uncollected():
+        from legato.llm import LLM
+        from legato.models import torch_dtype
+
+    with ThreadPoolExecutor(1) as beside:
+        server = beside.submit(import_module, "legato.server.run")
+        hints = WorkloadHints(max_batch_tokens=CPU_BATCH_TOKENS if device.startswith("cpu") else None)
+        load = {"device_map": device, **({} if dtype is None else {"dtype": torch_dtype(dtype)})}
+        with LLM(model, continuous_batching_config=engine, workload_hints=hints, **load) as llm:
+            _ = llm.manager  # made, and started
+            try:
+                server.result()
+            except ModuleNotFoundError as error:
+                raise MissingExtraError(f"serve needs {error.name}: pip install 'legato[serve]'") from error
+            yield llm
 
 
 @contextmanager

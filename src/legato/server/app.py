@@ -6,15 +6,15 @@ from typing import Any
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from pydantic import ValidationError
-from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from legato.errors import LegatoError
+from legato.server.beside import Deadline
 from legato.server.completions import add_completions
 from legato.server.conversation import encode_messages
 from legato.server.errors import ApiError
-from legato.server.limits import Gate, refuse
+from legato.server.limits import BODY_TOO_LARGE, Gate, refuse
 from legato.server.openapi import describe
 from legato.server.page import add_page
 from legato.server.protocol import DetokenizeRequest, TokenizeRequest
@@ -61,7 +61,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        response = refuse(ApiError(error.status_code, str(error.detail), code="http_error"))
+        code = {413: BODY_TOO_LARGE}.get(error.status_code, "http_error")
+        response = refuse(ApiError(error.status_code, str(error.detail), code=code))
         response.headers.update(error.headers or {})  # a 405's Allow
         return response
 
@@ -93,10 +94,9 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         """Token ids of a text or a conversation."""
         if (asked.prompt is None) == (asked.messages is None):
             raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
-        if asked.messages is not None:
-            tokens = await run_in_threadpool(encode_messages, service.tokenizer, asked.messages)
-        else:
-            tokens = await run_in_threadpool(encode, service.tokenizer, asked.prompt or "")
+        deadline = Deadline.after(service.limits.seconds)
+        make: tuple[Any, Any] = (encode, asked.prompt) if asked.messages is None else (encode_messages, asked.messages)
+        tokens = await service.tokenizing.run(make[0], service.tokenizer, make[1], deadline=deadline)
         return {"tokens": tokens, "count": len(tokens), "max_model_len": service.manager.max_tokens}
 
     @app.post("/detokenize")
@@ -106,7 +106,8 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         bad = [token_id for token_id in asked.tokens if not 0 <= token_id < size]
         if bad:
             raise ApiError(400, f"tokens has {bad[0]}: the tokenizer knows 0 to {size - 1}", "tokens")
-        return {"prompt": await run_in_threadpool(decode, service.tokenizer, asked.tokens)}
+        deadline = Deadline.after(service.limits.seconds)
+        return {"prompt": await service.tokenizing.run(decode, service.tokenizer, asked.tokens, deadline=deadline)}
 
     @app.get("/health")
     async def health() -> Response:

@@ -11,6 +11,7 @@ from starlette.responses import JSONResponse
 
 from legato.request import GenerationOutput, RequestSpec
 from legato.server.answers import ChatForm, Choices, ChoiceText, Envelope, Form, TextForm, Usage
+from legato.server.beside import Deadline
 from legato.server.conversation import prepare
 from legato.server.errors import ApiError
 from legato.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
@@ -31,33 +32,43 @@ def add_completions(app: FastAPI, service: Service) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, asked: ChatRequest) -> Response:
         """Answer a conversation."""
-        headers = service.check(asked)
-        chat = await run_in_threadpool(prepare, service.tokenizer, asked)
-        specs = service.specs(asked, [chat.prompt], DEFAULT_CHAT_TOKENS, chat.sampling)
-        form = ChatForm(service.tokenizer, chat.style)
-        return await unless_gone(request, _answer(service, asked, specs, form, headers))
+        return await unless_gone(request, _chat(service, asked))
 
     @app.post("/v1/completions")
     async def completions(request: Request, asked: CompletionRequest) -> Response:
         """Go on with texts."""
-        headers = service.check(asked)
-        prompts = asked.prompts()
-        most = service.limits.prompts
-        if not 0 < len(prompts) <= most:
-            raise ApiError(400, f"prompt has {len(prompts)} entries: it must have 1 to {most}", "prompt")
-        if asked.best_of is not None and asked.best_of != (asked.n or 1):
-            raise ApiError(400, f"best_of={asked.best_of} is not allowed: it must be n, or left out", "best_of")
-        encoded = await run_in_threadpool(_encode_prompts, service.tokenizer, prompts)
-        specs = service.specs(asked, encoded, DEFAULT_TEXT_TOKENS)
-        form = TextForm(service.tokenizer, asked.echo)
-        return await unless_gone(request, _answer(service, asked, specs, form, headers))
+        return await unless_gone(request, _complete(service, asked))
+
+
+async def _chat(service: Service, asked: ChatRequest) -> Response:
+    headers, deadline = service.check(asked), service.deadline(asked)
+    for name, given in asked.model_dump(include={"messages", "tools"}).items():
+        service.refuse_long(name, given)
+    chat = await service.preparing.run(prepare, service.tokenizer, asked, deadline=deadline, renamed=asked.renamed())
+    specs = service.specs(asked, [chat.prompt], DEFAULT_CHAT_TOKENS, chat.sampling)
+    return await _answer(service, asked, specs, ChatForm(service.tokenizer, chat.style), headers, deadline)
+
+
+async def _complete(service: Service, asked: CompletionRequest) -> Response:
+    headers, deadline = service.check(asked), service.deadline(asked)
+    prompts, most = asked.prompts(), service.limits.prompts
+    if not 0 < len(prompts) <= most:
+        raise ApiError(400, f"prompt has {len(prompts)} entries: it must have 1 to {most}", "prompt")
+    if asked.best_of is not None and asked.best_of != (asked.n or 1):
+        raise ApiError(400, f"best_of={asked.best_of} is not allowed: it must be n, or left out", "best_of")
+    for prompt in prompts:
+        service.refuse_long("prompt", prompt)
+    encoded = await service.preparing.run(_encode_prompts, service.tokenizer, prompts, deadline=deadline)
+    specs = service.specs(asked, encoded, DEFAULT_TEXT_TOKENS)
+    return await _answer(service, asked, specs, TextForm(service.tokenizer, asked.echo), headers, deadline)
 
 
 async def _answer(
-    service: Service, asked: GenerationRequest, specs: list[RequestSpec], form: Form, headers: dict[str, str]
-) -> Response:
+    service: Service, asked: GenerationRequest, specs: list[RequestSpec], form: Form, headers: dict[str, str],
+    deadline: Deadline,
+) -> Response:  # fmt: skip
     envelope = Envelope(f"{form.prefix}-{uuid.uuid4().hex}", service.model, form.kind)
-    outputs = service.run(asked, specs)
+    outputs = service.run(asked, specs, deadline)
     choices = Choices(service.tokenizer, service.manager.num_samples(specs[0]))
     if not asked.stream:
         return await _whole(envelope, outputs, choices, form, headers)

@@ -9,7 +9,7 @@ from legato.sampling_params import SamplingParams
 
 RETRY_AFTER_SECONDS = 1
 _FIELDS = frozenset(SamplingParams.__dataclass_fields__) | {
-    "messages", "cache_salt", "priority", "tools", "response_format", "chat_template_kwargs",
+    "messages", "prompt", "input", "cache_salt", "priority", "tools", "response_format", "chat_template_kwargs",
 }  # fmt: skip
 _RENAMED = {"input_ids": "prompt", "min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens",
             "template": "chat_template_kwargs"}  # fmt: skip
@@ -64,8 +64,11 @@ class ApiError(Exception):
         Args:
             renamed: what fields are called in the call, where that is not their own name.
         """
+        names = {**_RENAMED, **(renamed or {})}
         first = re.split("[= ]", message, maxsplit=1)[0]
-        name = {**_RENAMED, **(renamed or {})}.get(first)
+        if first == "input_ids":  # too long together with what it asks for
+            message = message.replace("max_new_tokens=", f"{names['max_new_tokens']}=")
+        name = names.get(first)
         if name is None:
             return cls(400, message, first if first in _FIELDS else None)
         return cls(400, name + message[len(first) :], name)

@@ -13,6 +13,7 @@ from legato.server.errors import ApiError
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
 OPEN_FOLDER = "/page/"  # of the page, which asks for the key
+BODY_TOO_LARGE = "body_too_large"  # OpenAI has no word for it
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Limits:
         body_seconds: until all of that is here.
         prompts: in one call.
         choices: prompts times samples.
+        characters: of a prompt: longer ones are not even tokenized, which takes seconds for a million; None: no limit.
         seconds: until its last token, unless it asks for less; None: for as long as it takes.
     """
 
@@ -31,6 +33,7 @@ class Limits:
     body_seconds: float = 60.0
     prompts: int = 256
     choices: int = 1024
+    characters: int | None = None
     seconds: float | None = None
 
 
@@ -107,7 +110,7 @@ class Gate:
         return not self._api_keys or (scheme.lower() == b"bearer" and num_equal > 0)
 
     def _too_large(self) -> ApiError:
-        return ApiError(413, f"the body is larger than {self._limits.body_bytes} bytes", code="body_too_large")
+        return ApiError(413, f"the body is larger than {self._limits.body_bytes} bytes", code=BODY_TOO_LARGE)
 
 
 def refuse(error: ApiError) -> JSONResponse:

@@ -8,7 +8,10 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from legato.errors import InvalidValueError
 
 # Fields that clients send and that change nothing here.
-_WITHOUT_EFFECT = frozenset({"user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key"})
+_WITHOUT_EFFECT = frozenset({
+    "user", "store", "metadata", "service_tier", "safety_identifier", "prompt_cache_key",
+    "stream_options.include_obfuscation",
+})  # fmt: skip
 _SAMPLING = (
     "temperature", "top_k", "top_p", "min_p", "typical_p", "repetition_penalty", "presence_penalty",
     "frequency_penalty", "logit_bias", "n", "seed", "stop", "stop_token_ids", "ignore_eos",
@@ -27,7 +30,7 @@ def _values(kinds: type | tuple[type, ...], said: str) -> Callable[[Any], Any]:
 
     def check(given: Any) -> Any:
         values = given.items() if isinstance(given, dict) else ()
-        wrong = next((name for name, value in values if not isinstance(value, kinds) or value is True), None)
+        wrong = next((name for name, value in values if not isinstance(value, kinds) or isinstance(value, bool)), None)
         if wrong is not None:
             raise ValueError(f"the value of {wrong[:40]!r} must be {said}")
         return given
@@ -38,6 +41,7 @@ def _values(kinds: type | tuple[type, ...], said: str) -> Callable[[Any], Any]:
 class StreamOptions(BaseModel):
     """See OpenAI's reference."""
 
+    model_config = ConfigDict(extra="allow")
     include_usage: bool = False
 
 
@@ -116,9 +120,15 @@ class GenerationRequest(BaseModel):
         """New tokens at most, as asked for."""
         return self.max_tokens
 
+    def only_scores(self) -> bool:
+        """Whether nothing is to be generated, and the prompt's log-probabilities are all that is wanted."""
+        return False
+
     def ignored_fields(self) -> list[str]:
         """Names that were sent and mean nothing here, those apart that change nothing anywhere."""
-        return sorted(set(self.model_extra or {}) - _WITHOUT_EFFECT)
+        options = {} if self.stream_options is None else self.stream_options.model_extra or {}
+        nested = [f"stream_options.{name}" for name in options]
+        return sorted({*(self.model_extra or {}), *nested} - _WITHOUT_EFFECT)
 
 
 class Function(BaseModel):
@@ -218,6 +228,9 @@ class CompletionRequest(GenerationRequest):
                 given["prompt_logprobs"] = self.logprobs
         return given
 
+    def only_scores(self) -> bool:
+        return self.max_tokens == 0 and self.echo and self.logprobs is not None and self.n in (None, 1)
+
     def prompts(self) -> list[str] | list[list[int]]:
         """Each of them by itself."""
         if isinstance(self.prompt, str):
@@ -288,7 +301,13 @@ class ResponsesRequest(GenerationRequest):
     def renamed(self) -> dict[str, str]:
         tokens = {} if self.max_output_tokens is None else {"max_new_tokens": "max_output_tokens"}
         schema = {} if self.json_schema is not None else {"json_schema": "text"}
-        return {"input_ids": "input", **tokens, **schema, **({"grammar": "tools"} if self.tools else {})}
+        return {
+            "input_ids": "input",
+            "messages": "input",
+            **tokens,
+            **schema,
+            **({"grammar": "tools"} if self.tools else {}),
+        }
 
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens

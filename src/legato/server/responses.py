@@ -8,13 +8,12 @@ from contextlib import aclosing
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from starlette.concurrency import run_in_threadpool
 from starlette.responses import JSONResponse
 
 from legato.request import GenerationOutput
 from legato.server.answers import ChoiceText, Usage
 from legato.server.completions import DEFAULT_CHAT_TOKENS
-from legato.server.conversation import Conversation, as_chat, prepare
+from legato.server.conversation import as_chat, prepare
 from legato.server.errors import ApiError
 from legato.server.protocol import ResponsesRequest
 from legato.server.service import Outputs, Service
@@ -30,11 +29,21 @@ def add_responses(app: FastAPI, service: Service) -> None:
     @app.post("/v1/responses")
     async def responses(request: Request, asked: ResponsesRequest) -> Response:
         """Answer a conversation that is given whole."""
-        headers = service.check(asked)
-        _refuse_state(asked)
-        _refuse_unspeakable(asked)
-        chat = await run_in_threadpool(lambda: prepare(service.tokenizer, as_chat(asked)))
-        return await unless_gone(request, _answer(service, asked, chat, headers))
+        return await unless_gone(request, _respond(service, asked))
+
+
+async def _respond(service: Service, asked: ResponsesRequest) -> Response:
+    headers, deadline = service.check(asked), service.deadline(asked)
+    _refuse_state(asked)
+    _refuse_unspeakable(asked)
+    for name, given in asked.model_dump(include={"input", "instructions", "tools"}).items():
+        service.refuse_long(name, given)
+    chat = await service.preparing.run(
+        lambda: prepare(service.tokenizer, as_chat(asked)), deadline=deadline, renamed=asked.renamed()
+    )
+    specs = service.specs(asked, [chat.prompt], DEFAULT_CHAT_TOKENS, chat.sampling)
+    told = ResponseItems(asked, service.model, chat.style)
+    return await _answer(service, asked, service.run(asked, specs, deadline), told, headers)
 
 
 def _refuse_state(asked: ResponsesRequest) -> None:
@@ -56,10 +65,10 @@ def _refuse_unspeakable(asked: ResponsesRequest) -> None:
             raise ApiError(400, f"{name} holds what is no JSON in UTF-8: {error}", name) from error
 
 
-async def _answer(service: Service, asked: ResponsesRequest, chat: Conversation, headers: dict[str, str]) -> Response:
-    specs = service.specs(asked, [chat.prompt], DEFAULT_CHAT_TOKENS, chat.sampling)
-    outputs, choice = service.run(asked, specs), ChoiceText(service.tokenizer, 0)
-    told = ResponseItems(asked, service.model, chat.style)
+async def _answer(
+    service: Service, asked: ResponsesRequest, outputs: Outputs, told: "ResponseItems", headers: dict[str, str]
+) -> Response:
+    choice = ChoiceText(service.tokenizer, 0)
     if not asked.stream:
         async with aclosing(outputs):
             async for _, output in outputs:

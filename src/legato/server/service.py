@@ -10,6 +10,7 @@ from typing import Any
 from legato.errors import LegatoError
 from legato.manager import ContinuousBatchingManager
 from legato.request import GenerationOutput, RequestSpec
+from legato.server.beside import Beside, Deadline
 from legato.server.errors import ApiError
 from legato.server.limits import Limits, OpenCalls
 from legato.server.metrics import Metrics
@@ -17,6 +18,7 @@ from legato.server.protocol import GenerationRequest
 
 IGNORED_HEADER = "X-Legato-Ignored-Fields"
 MOST_NAMED = 16
+MOST_PREPARING = 4
 Outputs = AsyncGenerator[tuple[int, GenerationOutput], None]
 
 
@@ -35,6 +37,8 @@ class Service:
         open_calls: how many there are.
         created: when, in seconds since 1970.
         metrics: of what was served.
+        preparing: where calls become requests.
+        tokenizing: where texts are tokenized for their own sake; none of that holds calls up.
     """
 
     manager: ContinuousBatchingManager
@@ -47,9 +51,13 @@ class Service:
     open_calls: OpenCalls = field(default_factory=OpenCalls)
     created: int = field(default_factory=lambda: int(time.time()))
     metrics: Metrics = field(init=False)
+    preparing: Beside = field(init=False)
+    tokenizing: Beside = field(init=False)
 
     def __post_init__(self) -> None:
         self.metrics = Metrics(lambda: self.manager.stats)
+        self.preparing = Beside(MOST_PREPARING, "legato-prepare")
+        self.tokenizing = Beside(1, "legato-tokenize")
 
     def is_ready(self) -> bool:
         return self.manager.is_running() and not self.is_draining
@@ -71,8 +79,30 @@ class Service:
         ignored = asked.ignored_fields()
         if ignored and self.strict:
             raise ApiError(400, f"{ignored[0]} is not a field that is known here", ignored[0], code="unknown_field")
-        named = [name for name in ignored if name.isascii() and name.isidentifier() and len(name) <= 64]
+        named = [
+            name for name in ignored if name.isascii() and name.replace(".", "").isidentifier() and len(name) <= 64
+        ]
         return {IGNORED_HEADER: ", ".join(named[:MOST_NAMED])} if named else {}
+
+    def refuse_long(self, name: str, *given: Any) -> None:
+        """Refuse texts that cannot fit, whatever their tokens are, before they are tokenized.
+
+        Args:
+            name: of the field.
+            given: texts, and what holds texts.
+
+        Raises:
+            ApiError: there are too many characters in all.
+        """
+        found, most = _num_characters(given), self.limits.characters
+        if most is not None and found > most:
+            raise ApiError(
+                400, f"{name} has {found} characters: no more than {most} can fit in the model's context", name
+            )
+
+    def deadline(self, asked: GenerationRequest) -> Deadline:
+        """Of a call that has just come."""
+        return Deadline.after(min((s for s in (asked.timeout, self.limits.seconds) if s is not None), default=None))
 
     def specs(
         self,
@@ -97,7 +127,8 @@ class Service:
                 f"n={asked.n} is not allowed: {num_choices} choices in all are more than {self.limits.choices}",
                 "n",
             )
-        new_tokens = asked.new_tokens()
+        only_scores = asked.only_scores()
+        new_tokens = None if only_scores else asked.new_tokens()
         if new_tokens is not None and new_tokens < 1:
             name = asked.renamed().get("max_new_tokens", "max_tokens")
             raise ApiError(400, f"{name}={new_tokens} is not allowed: it must be at least 1", name)
@@ -105,28 +136,27 @@ class Service:
         return [
             RequestSpec(
                 prompt,
-                new_tokens or min(default_tokens, room),
+                None if only_scores else new_tokens or min(default_tokens, room),
                 streaming=asked.stream,
                 record_timestamps=True,
                 cache_salt=asked.cache_salt,
                 sampling=asked.sampling() if sampling is None else sampling,
                 priority=asked.priority,
+                score_from=1 if only_scores else None,
             )
             for prompt in prompts
         ]
 
-    async def run(self, asked: GenerationRequest, specs: Sequence[RequestSpec]) -> Outputs:
+    async def run(self, asked: GenerationRequest, specs: Sequence[RequestSpec], deadline: Deadline) -> Outputs:
         """All outputs of the requests; the first that fails ends the call. Closing it early cancels them.
 
         Raises:
             ApiError: as the client is to be told.
         """
         unfinished = len(specs) * self.manager.num_samples(specs[0])
-        seconds = min((s for s in (asked.timeout, self.limits.seconds) if s is not None), default=None)
-        deadline = None if seconds is None else asyncio.get_running_loop().time() + seconds
         try:
             async with aclosing(self.manager.as_completed_async(specs)) as outputs:
-                while (current := await _next(outputs, deadline)) is not None:
+                while (current := await _next(outputs, deadline.at)) is not None:
                     output = current[1]
                     if output.is_finished():
                         unfinished -= 1
@@ -138,8 +168,7 @@ class Service:
             raise ApiError.of(error) from error
         except TimeoutError as error:
             self.metrics.cancelled(unfinished)
-            told = f"timeout: the answer was not complete after {seconds} seconds"
-            raise ApiError(408, told, "timeout", kind="timeout_error", code="timeout") from error
+            raise deadline.error() from error
         except (asyncio.CancelledError, GeneratorExit):
             self.metrics.cancelled(unfinished)
             raise
@@ -154,6 +183,14 @@ class Service:
 
 def _shutting_down() -> ApiError:
     return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
+
+
+def _num_characters(given: Any) -> int:
+    """Of all texts in it."""
+    if isinstance(given, str):
+        return len(given)
+    inner = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
+    return sum(map(_num_characters, inner))
 
 
 async def _next(outputs: Outputs, deadline: float | None) -> tuple[int, GenerationOutput] | None:
