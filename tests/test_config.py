@@ -193,6 +193,7 @@ def test_defaults_are_those_promised() -> None:
         "auto_switch_to_flash": True,
         "max_queue_size": 0,
         "num_speculative_tokens": 12,
+        "stream_interval": 0.0,
         "drop_unsupported_processors": True,
     }
     for f in dataclasses.fields(config):
