@@ -212,7 +212,7 @@ def test_a_timeout_holds_for_whoever_reads_slowly(manager: ContinuousBatchingMan
         asked.timeout, asked.max_tokens, asked.ignore_eos = 0.5, 2000, True
         count = 0
         with pytest.raises(ApiError) as caught:
-            async for _ in service.run(asked, service.specs(asked, [[1]], 1)):
+            async for _ in service.run(asked, service.specs(asked, [[1]], 1), service.deadline(asked)):
                 count += 1
                 await asyncio.sleep(0.02)
         assert caught.value.status == 408 and caught.value.headers["X-Should-Retry"] == "false"
