@@ -944,6 +944,29 @@ def test_what_a_manager_took_goes_with_it(fused_decoder: bool) -> None:
         gc.enable()
 
 
+@pytest.mark.parametrize("last_token", range(4))
+def test_a_handler_that_comes_late_is_given_outputs_in_order_and_one_at_a_time(
+    manager: ContinuousBatchingManager, last_token: int
+) -> None:
+    lengths, inside, is_over = list[int](), threading.Lock(), threading.Event()
+
+    def handle(output: GenerationOutput) -> None:
+        assert inside.acquire(blocking=False)
+        time.sleep(0.002)
+        lengths.append(len(output.generated_tokens))
+        inside.release()
+        if output.is_finished():
+            is_over.set()
+
+    with manager.session():
+        request_id = manager.add_request([1, 2, last_token], max_new_tokens=300, streaming=True, eos_token_id=-1)
+        while manager.stats.num_generated_tokens < 20:
+            time.sleep(0.001)
+        manager.register_result_handler(request_id, handle)
+        assert is_over.wait(30)
+    assert lengths == sorted(set(lengths)) and lengths[0] == 1 and lengths[-1] == 300
+
+
 def test_outputs_of_the_last_step_come_though_no_other_follows(manager: ContinuousBatchingManager) -> None:
     tokens: list[int] = []
 

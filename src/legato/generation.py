@@ -178,7 +178,9 @@ class RequestFactory:
             max_new_tokens = self._new_tokens(defaults, len(prompt), spec.max_new_tokens, params.max_tokens)
         else:
             check_int("score_from", spec.score_from, 1, len(prompt))
-            self._new_tokens(defaults, len(prompt), 1, None)  # one that is never generated
+            if len(prompt) > self._cache_tokens:
+                told = f"they must fit in the cache, which holds {self._cache_tokens}"
+                raise InvalidValueError(f"input_ids has {len(prompt)} tokens: {told}")
             max_new_tokens = 0
         seed = self._random.randint(0, MAX_SEED) if params.seed is None else params.seed
 

@@ -34,6 +34,7 @@ class GrammarCompiler:
         InvalidValueError: the tokenizer is none that it knows.
 
     Attributes:
+        end_ids: tokens that may come where a grammar may end.
         stand_in: the token that says "the end" where the model has none that does, and is no part of an answer.
     """
 
@@ -48,6 +49,7 @@ class GrammarCompiler:
             eos = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
             # Without an end token it would take id 0 for one. The last token stands in: drawn, it ends an answer.
             self.stand_in = None if eos else vocab_size - 1
+            self.end_ids = frozenset(eos or [vocab_size - 1])
             self._tokens = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos or [vocab_size - 1])
             self._special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
         except (AttributeError, ValueError) as error:
@@ -143,11 +145,13 @@ class GrammarCompiler:
         matcher = self._engine.LLMatcher(self._tokens, text, log_level=0)
         if matcher.is_error():
             raise InvalidValueError(f"{name} cannot be used: {_short(matcher.get_error())}")
-        first = matcher.deep_copy()
-        first.compute_bitmask()
-        if first.is_stopped() and not matcher.is_accepting():
-            reason = first.get_error()
-            told = "no text satisfies it" if reason.startswith("NoExtensionBias") else _short(reason)
+        for _ in range(2):  # one that takes too much is told of at the second attempt only
+            first = matcher.deep_copy()
+            first.compute_bitmask()
+        reason = first.get_error()
+        has_no_more = reason.startswith("NoExtensionBias")
+        if reason and not (has_no_more and matcher.is_accepting()):
+            told = "no text satisfies it" if has_no_more else _short(reason)
             raise InvalidValueError(f"{name} cannot be used: {told}")
         return matcher
 
@@ -174,6 +178,9 @@ class Grammar:
 
     def accept(self, token_id: int) -> str | None:
         """Go on by a token. Returns what is wrong with it, if anything."""
+        matcher = self.matcher
+        if token_id in self.compiler.end_ids and not matcher.is_accepting() and (reason := matcher.get_error()):
+            return f"the grammar cannot go on: {_short(reason)}"  # at its limits it allows nothing but the end
         if self.matcher.consume_token(token_id):
             return None
         return f"token {token_id} does not fit the grammar: {self.matcher.get_error()}"

@@ -217,10 +217,10 @@ class OutputRouter:
         """Give all outputs of a request, those stored already included, to `handler`, until its final one."""
         with self._changed:
             stored = [self._take(key) for key in list(self._stored_of.get(request_id, ()))]
+            in_turn = _InTurn(handler, stored)
             if not (stored and stored[-1].is_finished()):
-                self._handlers[request_id] = handler
-        for output in stored:
-            _call(handler, output)
+                self._handlers[request_id] = in_turn
+        in_turn.work_off()
 
     def poll(self, request_id: str | None, until_idle: bool = False) -> Polled:
         """Take an output if there is one.
@@ -395,6 +395,39 @@ class OutputIterator(Iterator[GenerationOutput], AsyncIterator[GenerationOutput]
         if self._request_id is not None and output.is_finished():
             self.close()
         return output
+
+
+class _InTurn:
+    """A handler that is given outputs in the order they came, one at a time, though they come from two threads.
+
+    Args:
+        handler: the handler.
+        stored: outputs that come first, once `work_off` is called.
+    """
+
+    def __init__(self, handler: ResultHandler, stored: Sequence[GenerationOutput]) -> None:
+        self._handler = handler
+        self._waiting = deque(stored)
+        self._is_busy = True  # until what is stored has been worked off
+        self._lock = threading.Lock()
+
+    def __call__(self, output: GenerationOutput) -> None:
+        with self._lock:
+            self._waiting.append(output)
+            if self._is_busy:
+                return
+            self._is_busy = True
+        self.work_off()
+
+    def work_off(self) -> None:
+        """Hand on all that waits; who comes meanwhile leaves it to this thread."""
+        while True:
+            with self._lock:
+                if not self._waiting:
+                    self._is_busy = False
+                    return
+                output = self._waiting.popleft()
+            _call(self._handler, output)
 
 
 def _call(handler: ResultHandler, output: GenerationOutput) -> None:

@@ -112,6 +112,8 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"json_schema": {"$ref": "#"}}, "no text satisfies it"),
     ({"regex": r"[^\s\S]"}, "no text satisfies it"),
     ({"grammar": "start: a\na: a"}, "no text satisfies it"),
+    ({"regex": "a{1000000}"}, "too many"),
+    ({"json_schema": {"type": "string", "pattern": "^x{200000}$"}}, "too many"),
     ({"json_schema": {"const": "<|im_end|>"}}, "special token"),
     ({"json_schema": '{"enum": ["a", "<|im_start|>"]}'}, "special token"),
     ({"regex": r"say <\|im_end\|> now"}, "special token"),

@@ -24,7 +24,7 @@ from legato.server import run as running
 from legato.server.errors import ApiError
 from legato.server.limits import Limits, OpenCalls
 from legato.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest
-from legato.server.service import Service
+from legato.server.service import CONSTRAINTS_ELSEWHERE, MOST_PREPARING, Service
 from tests.server.legato_server import KEY, Server
 from tests.tiny import tiny_llama
 
@@ -296,6 +296,7 @@ def test_strict_refuses_what_it_does_not_know(manager: ContinuousBatchingManager
 @pytest.mark.parametrize(
     ("path", "field", "asked"),
     [
+        *(("/v1/completions", name, {"prompt": "x", name: {"type": "object"}}) for name in CONSTRAINTS_ELSEWHERE),
         ("/v1/completions", "prompt", {"prompt": "\ud800"}),
         ("/v1/completions", "prompt", {"prompt": ["x", "long " * 2000]}),
         ("/v1/completions", "prompt", {"prompt": [5] * 500, "max_tokens": 2000}),
@@ -316,6 +317,8 @@ def test_strict_refuses_what_it_does_not_know(manager: ContinuousBatchingManager
         ("/v1/responses", "max_output_tokens", {"input": "x", "max_output_tokens": 0}),
         ("/tokenize", "messages", {"messages": []}),
         ("/tokenize", "prompt", {"prompt": "\ud800"}),
+        ("/tokenize", "prompt", {"prompt": "long " * 2000}),
+        ("/tokenize", "messages", {"messages": [{"role": "user", "content": "long " * 2000}]}),
     ],
 )  # fmt: skip
 def test_the_field_at_fault_is_named_as_the_client_calls_it(
@@ -328,6 +331,53 @@ def test_the_field_at_fault_is_named_as_the_client_calls_it(
     ours = ("input_ids", "max_new_tokens", *({"max_tokens"} - {field} if "max_output_tokens" in asked else ()))
     assert not any(name in told.json()["error"]["message"] for name in ours), told.text
     assert len(told.text) < 1000  # not all that was sent, back again
+
+
+class SlowTokenizer:
+    """SmolLM2's, which takes as long as it is told to."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer, self.goes_on, self.begun = tokenizer, threading.Event(), list[str]()
+
+    def __call__(self, text: str) -> Any:
+        self.begun.append(text)
+        assert self.goes_on.wait(60)
+        return {"input_ids": [5]}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
+def test_what_is_still_tokenized_is_given_up_with_its_client_and_told_of_the_end(
+    manager: ContinuousBatchingManager, smollm2_tokenizer: Any, path: str
+) -> None:
+    slow = SlowTokenizer(smollm2_tokenizer)
+    with manager.session():
+        service = Service(manager, slow, "tiny")
+        server = running.new_server(service, "127.0.0.1", 0, 1.0, lambda url: (urls.append(url), is_up.set()))
+        urls, is_up = list[str](), threading.Event()
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        try:
+            assert is_up.wait(30)
+            for _ in range(12):  # clients that leave, more than there are threads
+                with suppress(httpx.TimeoutException):
+                    httpx.post(urls[0] + path, json={"prompt": "left"}, timeout=0.2)
+            with ThreadPoolExecutor() as threads:
+                stays = threads.submit(httpx.post, urls[0] + path, json={"prompt": "stays"}, timeout=60)
+                deadline = time.monotonic() + 10
+                while service.open_calls.number != 1 and time.monotonic() < deadline:
+                    time.sleep(0.01)
+                assert service.open_calls.number == 1  # of those who left there is none
+                server.handle_exit(signal.SIGTERM, None)
+                told = stays.result(30)
+            assert told.status_code == 503 and told.json()["error"]["code"] == "shutting_down"
+            assert slow.begun.count("left") <= MOST_PREPARING  # and what had not begun never does
+        finally:
+            slow.goes_on.set()
+            thread.join(30)
+            assert not thread.is_alive()
 
 
 def test_streams_in_longer_parts(smollm2_tokenizer: Any) -> None:

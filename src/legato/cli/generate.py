@@ -11,7 +11,11 @@ def generate(
     model: Annotated[str, typer.Option(help="Alias, model folder, .gguf file or hub id.")],
     prompts: Annotated[str, typer.Option(metavar="FILE|-", help="Prompts, one a line; - for standard input.")],
     output: Annotated[
-        Path | None, typer.Option(help="Where results go; standard output otherwise.", dir_okay=False)
+        Path | None,
+        typer.Option(
+            help="Where results go, in place of what is there, but for --resume; standard output otherwise.",
+            dir_okay=False,
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Keep what OUTPUT has already, and run only what is missing or failed.")

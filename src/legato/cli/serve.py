@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -76,6 +77,7 @@ def serve(
         raise InvalidValueError(f"--api-key or {KEY_VARIABLE} is empty: leave it out to let everybody in")
     engine = read_settings(config, settings)
     _check_address(host, port)
+    _check_extra()
     with _loaded(model, engine, device, dtype) as llm:
         from legato.server.limits import Limits
         from legato.server.run import run
@@ -110,6 +112,13 @@ def _check_address(host: str, port: int) -> None:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         raise InvalidValueError(f"--host {host} --port {port} cannot be listened on: {error}") from error
+
+
+def _check_extra() -> None:
+    """At once; what is missing of it in part is told once it is imported."""
+    for name in ("fastapi", "uvicorn"):
+        if find_spec(name) is None:
+            raise MissingExtraError(f"serve needs {name}: pip install 'legato[serve]'")
 
 
 @contextmanager

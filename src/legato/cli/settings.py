@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Callable
 from dataclasses import Field, fields
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, get_type_hints
 
@@ -82,9 +83,12 @@ def read_settings(path: Path | None, flags: dict[str, Any]) -> ContinuousBatchin
         settings = {} if path is None else tomllib.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InvalidValueError(f"{path} is not TOML: {error}") from error
-    unknown = sorted(settings.keys() - {one.name for one in fields(ContinuousBatchingConfig)})
+    known = [one.name for one in fields(ContinuousBatchingConfig)]
+    unknown = sorted(settings.keys() - set(known))
     if unknown:
-        raise InvalidValueError(f"{path} has {unknown[0]!r}, which is not a setting of ContinuousBatchingConfig")
+        near = get_close_matches(unknown[0], known, 1)
+        hint = f": is {near[0]} meant?" if near else ""
+        raise InvalidValueError(f"{path} has {unknown[0]!r}, which is not a setting of ContinuousBatchingConfig{hint}")
     given = {name: value for name, value in flags.items() if value is not None}
     return ContinuousBatchingConfig(**{**settings, **given})
 

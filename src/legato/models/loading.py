@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from legato.checks import refuse
-from legato.errors import LegatoError
+from legato.errors import InvalidValueError, LegatoError
 from legato.models.catalog import CATALOG
 
 if TYPE_CHECKING:
@@ -93,10 +93,16 @@ def torch_dtype(name: str) -> "torch.dtype":
 def load_model(name: ModelName, *args: Any, **kwargs: Any) -> "PreTrainedModel":
     """The causal language model called `name` (see `resolve`); the rest goes to its `from_pretrained`.
 
-    Raises `ModelNotFoundError`, and what transformers raises for a model that it finds but cannot load.
+    Raises `ModelNotFoundError`, `InvalidValueError` for a GPU that is not there, and what transformers raises for a
+    model that it finds but cannot load.
     """
     source = resolve(name)
+    import torch
     from transformers import AutoModelForCausalLM
+
+    device = kwargs.get("device_map")
+    if str(device).startswith("cuda") and not torch.cuda.is_available():
+        raise InvalidValueError(f"device={str(device)!r} is not to be had: torch {torch.__version__} sees no CUDA here")
 
     with _hub_errors_explained(source):
         arguments = from_pretrained_kwargs(source, **kwargs)

@@ -20,6 +20,7 @@ from legato.server.page import add_page
 from legato.server.protocol import DetokenizeRequest, TokenizeRequest
 from legato.server.responses import add_responses
 from legato.server.service import Service
+from legato.server.streaming import unless_gone
 from legato.text import decode, encode
 
 
@@ -90,24 +91,14 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         return _model_card(service)
 
     @app.post("/tokenize")
-    async def tokenize(asked: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
         """Token ids of a text or a conversation."""
-        if (asked.prompt is None) == (asked.messages is None):
-            raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
-        deadline = Deadline.after(service.limits.seconds)
-        make: tuple[Any, Any] = (encode, asked.prompt) if asked.messages is None else (encode_messages, asked.messages)
-        tokens = await service.tokenizing.run(make[0], service.tokenizer, make[1], deadline=deadline)
-        return {"tokens": tokens, "count": len(tokens), "max_model_len": service.manager.max_tokens}
+        return await unless_gone(request, _tokenize(service, asked))
 
     @app.post("/detokenize")
-    async def detokenize(asked: DetokenizeRequest) -> dict[str, Any]:
+    async def detokenize(request: Request, asked: DetokenizeRequest) -> Response:
         """The text of token ids."""
-        size = len(service.tokenizer)
-        bad = [token_id for token_id in asked.tokens if not 0 <= token_id < size]
-        if bad:
-            raise ApiError(400, f"tokens has {bad[0]}: the tokenizer knows 0 to {size - 1}", "tokens")
-        deadline = Deadline.after(service.limits.seconds)
-        return {"prompt": await service.tokenizing.run(decode, service.tokenizer, asked.tokens, deadline=deadline)}
+        return await unless_gone(request, _detokenize(service, asked))
 
     @app.get("/health")
     async def health() -> Response:
@@ -135,3 +126,24 @@ def _model_card(service: Service) -> dict[str, Any]:
         "id": service.model, "object": "model", "created": service.created, "owned_by": "legato",
         "max_model_len": service.manager.max_tokens,
     }  # fmt: skip
+
+
+async def _tokenize(service: Service, asked: TokenizeRequest) -> Response:
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
+    for name, given in asked.model_dump(include={"prompt", "messages"}).items():
+        service.refuse_long(name, given)
+    deadline = Deadline.after(service.limits.seconds)
+    make: tuple[Any, Any] = (encode, asked.prompt) if asked.messages is None else (encode_messages, asked.messages)
+    tokens = await service.tokenizing.run(make[0], service.tokenizer, make[1], deadline=deadline)
+    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.manager.max_tokens})
+
+
+async def _detokenize(service: Service, asked: DetokenizeRequest) -> Response:
+    size = len(service.tokenizer)
+    bad = [token_id for token_id in asked.tokens if not 0 <= token_id < size]
+    if bad:
+        raise ApiError(400, f"tokens has {bad[0]}: the tokenizer knows 0 to {size - 1}", "tokens")
+    deadline = Deadline.after(service.limits.seconds)
+    text = await service.tokenizing.run(decode, service.tokenizer, asked.tokens, deadline=deadline)
+    return JSONResponse({"prompt": text})

@@ -1,9 +1,9 @@
 """`/v1/chat/completions` and `/v1/completions`: whole answers, and answers as they come."""
 
 import uuid
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
@@ -58,7 +58,13 @@ async def _complete(service: Service, asked: CompletionRequest) -> Response:
         raise ApiError(400, f"best_of={asked.best_of} is not allowed: it must be n, or left out", "best_of")
     for prompt in prompts:
         service.refuse_long("prompt", prompt)
-    encoded = await service.preparing.run(_encode_prompts, service.tokenizer, prompts, deadline=deadline)
+    # One by one: of a client that has left, no more are begun.
+    encoded = [
+        await service.preparing.run(encode, service.tokenizer, prompt, deadline=deadline)
+        if isinstance(prompt, str)
+        else prompt
+        for prompt in prompts
+    ]
     specs = service.specs(asked, encoded, DEFAULT_TEXT_TOKENS)
     return await _answer(service, asked, specs, TextForm(service.tokenizer, asked.echo), headers, deadline)
 
@@ -120,7 +126,3 @@ async def _told(
     """Beside the loop where it is much: log-probabilities of thousands of tokens would hold that up."""
     is_much = choice.num_untold(output) > MOST_AT_ONCE
     return await run_in_threadpool(form, choice, output) if is_much else form(choice, output)
-
-
-def _encode_prompts(tokenizer: Any, prompts: Sequence[Any]) -> list[list[int]]:
-    return [encode(tokenizer, prompt) if isinstance(prompt, str) else list(prompt) for prompt in prompts]

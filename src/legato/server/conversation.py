@@ -65,7 +65,8 @@ def _prepare(tokenizer: Any, asked: ChatRequest) -> Conversation:
             raise ApiError(400, "response_format is not allowed beside tools: this model's calls are JSON too", "tools")
         style = replace(style, starts_answer=True)
     is_required = asked.tool_choice != "auto"
-    grammar = tool_grammar(_callable(asked, tools), style, is_required, asked.parallel_tool_calls, content)
+    is_parallel = asked.parallel_tool_calls and not isinstance(asked.tool_choice, NamedTool)
+    grammar = tool_grammar(_callable(asked, tools), style, is_required, is_parallel, content)
     return Conversation(prompt, {**sampling, "grammar": grammar}, style)
 
 

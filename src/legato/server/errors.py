@@ -50,7 +50,7 @@ class ApiError(Exception):
         if isinstance(error, QueueFullError):
             return cls(429, str(error), kind="rate_limit_error", code="queue_full")
         if isinstance(error, ManagerStateError):
-            return cls(503, "the server is shutting down", kind="server_error", code="shutting_down")
+            return shutting_down()
         if isinstance(error, EngineError):
             return cls(500, "the engine has failed", kind="server_error", code="engine_failed")
         if isinstance(error, InvalidValueError):
@@ -72,3 +72,8 @@ class ApiError(Exception):
         if name is None:
             return cls(400, message, first if first in _FIELDS else None)
         return cls(400, name + message[len(first) :], name)
+
+
+def shutting_down() -> ApiError:
+    """For whoever comes, or still waits, when the server ends."""
+    return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")

@@ -92,7 +92,9 @@ class DrainingServer(uvicorn.Server):
             self._hurries = True
             return
         self._service.is_draining = True
-        logger.info("%s: finishing %d calls", signal.Signals(sig).name, self._service.open_calls.number)
+        told = "%s: %d calls run; they have %g seconds to finish, once more ends them now"
+        if self._service.open_calls.number:  # somebody may wonder what it waits for
+            logger.warning(told, signal.Signals(sig).name, self._service.open_calls.number, self._drain_timeout)
         self._loop.call_soon_threadsafe(self._start_draining)
 
     async def startup(self, sockets: list | None = None) -> None:
@@ -112,6 +114,7 @@ class DrainingServer(uvicorn.Server):
         while calls.number and loop.time() < deadline and not self._hurries:
             await asyncio.sleep(_LOOK_SECONDS)
         if calls.number:
+            self._service.end_waits()
             self._service.manager.stop(block=False, hard_stop=True)  # which gives each of them an error to tell
             deadline = loop.time() + _END_SECONDS
         while calls.number and loop.time() < deadline:

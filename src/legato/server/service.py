@@ -11,7 +11,7 @@ from legato.errors import LegatoError
 from legato.manager import ContinuousBatchingManager
 from legato.request import GenerationOutput, RequestSpec
 from legato.server.beside import Beside, Deadline
-from legato.server.errors import ApiError
+from legato.server.errors import ApiError, shutting_down
 from legato.server.limits import Limits, OpenCalls
 from legato.server.metrics import Metrics
 from legato.server.protocol import GenerationRequest
@@ -19,6 +19,14 @@ from legato.server.protocol import GenerationRequest
 IGNORED_HEADER = "X-Legato-Ignored-Fields"
 MOST_NAMED = 16
 MOST_PREPARING = 4
+# What other servers call what an answer must be like.
+CONSTRAINTS_ELSEWHERE = {
+    "structured_outputs": "json_schema, regex, choice or grammar",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 Outputs = AsyncGenerator[tuple[int, GenerationOutput], None]
 
 
@@ -72,11 +80,15 @@ class Service:
             ApiError: what is wrong.
         """
         if self.is_draining:
-            raise _shutting_down()
+            raise shutting_down()
         if asked.model not in (None, self.model):
             raise ApiError(404, f"model={asked.model!r} is not served here, {self.model!r} is", "model",
                            code="model_not_found")  # fmt: skip
         ignored = asked.ignored_fields()
+        constraint = next((name for name in ignored if name in CONSTRAINTS_ELSEWHERE), None)
+        if constraint is not None:  # unheeded, it would give an answer that looks as if it had been heeded
+            told = f"{constraint} is not known here: use {CONSTRAINTS_ELSEWHERE[constraint]}"
+            raise ApiError(400, told, constraint, code="unknown_field")
         if ignored and self.strict:
             raise ApiError(400, f"{ignored[0]} is not a field that is known here", ignored[0], code="unknown_field")
         named = [
@@ -99,6 +111,11 @@ class Service:
             raise ApiError(
                 400, f"{name} has {found} characters: no more than {most} can fit in the model's context", name
             )
+
+    def end_waits(self) -> None:
+        """Whoever waits for anything to be prepared is told that the server ends."""
+        self.preparing.end()
+        self.tokenizing.end()
 
     def deadline(self, asked: GenerationRequest) -> Deadline:
         """Of a call that has just come."""
@@ -131,7 +148,9 @@ class Service:
         new_tokens = None if only_scores else asked.new_tokens()
         if new_tokens is not None and new_tokens < 1:
             name = asked.renamed().get("max_new_tokens", "max_tokens")
-            raise ApiError(400, f"{name}={new_tokens} is not allowed: it must be at least 1", name)
+            told = f"{name}={new_tokens} is not allowed: it must be at least 1"
+            scores = "; 0 is for completions with echo, logprobs and one choice"
+            raise ApiError(400, told + (scores if new_tokens == 0 else ""), name)
         room = max(1, self.manager.max_tokens - max(map(len, prompts), default=0))
         return [
             RequestSpec(
@@ -177,12 +196,8 @@ class Service:
         if output.finish_reason == "error":
             return ApiError.invalid(output.error or "", asked.renamed())
         if self.is_draining:
-            return _shutting_down()
+            return shutting_down()
         return ApiError(503, "the request was cancelled", kind="server_error", code="cancelled")
-
-
-def _shutting_down() -> ApiError:
-    return ApiError(503, "the server is shutting down", kind="server_error", code="shutting_down")
 
 
 def _num_characters(given: Any) -> int:
