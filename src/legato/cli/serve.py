@@ -4,21 +4,15 @@ import gc
 import os
 import socket
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from legato.cli.settings import read_settings, with_settings
-from legato.config import ContinuousBatchingConfig, WorkloadHints
+from legato.config import WorkloadHints
 from legato.errors import InvalidValueError, MissingExtraError
-
-if TYPE_CHECKING:
-    from legato.llm import LLM
 
 KEY_VARIABLE = "LEGATO_API_KEY"
 CPU_BATCH_TOKENS = 512  # every stream waits for all of a pass, which is a second of a small model with 2,000
@@ -77,13 +71,21 @@ def serve(
         raise InvalidValueError(f"--api-key or {KEY_VARIABLE} is empty: leave it out to let everybody in")
     engine = read_settings(config, settings)
     _check_address(host, port)
-    _check_extra()
-    with _loaded(model, engine, device, dtype) as llm:
-        from legato.server.limits import Limits
-        from legato.server.run import run
-        from legato.server.service import Service
+    with _imports_uncollected():
+        from legato.llm import LLM
+        from legato.models import torch_dtype
+
+        try:
+            from legato.server.limits import Limits
+            from legato.server.run import run
+            from legato.server.service import Service
+        except ModuleNotFoundError as error:
+            raise MissingExtraError(f"serve needs {error.name}: pip install 'legato[serve]'") from error
         from legato.text import longest_token
 
+    load = {"device_map": device, **({} if dtype is None else {"dtype": torch_dtype(dtype)})}
+    hints = WorkloadHints(max_batch_tokens=CPU_BATCH_TOKENS if device.startswith("cpu") else None)
+    with LLM(model, continuous_batching_config=engine, workload_hints=hints, **load) as llm:
         service = Service(
             llm.manager,
             llm.tokenizer,
@@ -112,33 +114,6 @@ def _check_address(host: str, port: int) -> None:
         socket.create_server((host, port), family=family).close()
     except OSError as error:
         raise InvalidValueError(f"--host {host} --port {port} cannot be listened on: {error}") from error
-
-
-def _check_extra() -> None:
-    """At once; what is missing of it in part is told once it is imported."""
-    for name in ("fastapi", "uvicorn"):
-        if find_spec(name) is None:
-            raise MissingExtraError(f"serve needs {name}: pip install 'legato[serve]'")
-
-
-@contextmanager
-def _loaded(model: str, engine: ContinuousBatchingConfig, device: str, dtype: str | None) -> "Iterator[LLM]":
-    """The model, ready to answer. The server's modules are imported meanwhile."""
-    with _imports_uncollected():
-        from legato.llm import LLM
-        from legato.models import torch_dtype
-
-    with ThreadPoolExecutor(1) as beside:
-        server = beside.submit(import_module, "legato.server.run")
-        hints = WorkloadHints(max_batch_tokens=CPU_BATCH_TOKENS if device.startswith("cpu") else None)
-        load = {"device_map": device, **({} if dtype is None else {"dtype": torch_dtype(dtype)})}
-        with LLM(model, continuous_batching_config=engine, workload_hints=hints, **load) as llm:
-            _ = llm.manager  # made, and started
-            try:
-                server.result()
-            except ModuleNotFoundError as error:
-                raise MissingExtraError(f"serve needs {error.name}: pip install 'legato[serve]'") from error
-            yield llm
 
 
 @contextmanager
