@@ -129,13 +129,16 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 
 async def _tokenize(service: Service, asked: TokenizeRequest) -> Response:
-    if (asked.prompt is None) == (asked.messages is None):
-        raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
     for name, given in asked.model_dump(include={"prompt", "messages"}).items():
         service.refuse_long(name, given)
     deadline = Deadline.after(service.limits.seconds)
-    make: tuple[Any, Any] = (encode, asked.prompt) if asked.messages is None else (encode_messages, asked.messages)
-    tokens = await service.tokenizing.run(make[0], service.tokenizer, make[1], deadline=deadline)
+    if asked.prompt is not None and asked.messages is None:
+        encoding = service.tokenizing.run(encode, service.tokenizer, asked.prompt, deadline=deadline)
+    elif asked.messages is not None and asked.prompt is None:
+        encoding = service.tokenizing.run(encode_messages, service.tokenizer, asked.messages, deadline=deadline)
+    else:
+        raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
+    tokens = await encoding
     return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.manager.max_tokens})
 
 

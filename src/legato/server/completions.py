@@ -1,13 +1,11 @@
 """`/v1/chat/completions` and `/v1/completions`: whole answers, and answers as they come."""
 
 import uuid
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
-from typing import TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import JSONResponse
 
 from legato.request import GenerationOutput, RequestSpec
 from legato.server.answers import ChatForm, Choices, ChoiceText, Envelope, Form, TextForm, Usage
@@ -15,8 +13,9 @@ from legato.server.beside import Deadline
 from legato.server.conversation import prepare
 from legato.server.errors import ApiError
 from legato.server.protocol import ChatRequest, CompletionRequest, GenerationRequest
-from legato.server.service import Outputs, Service
-from legato.server.streaming import EventStream, event, unless_gone
+from legato.server.service import Service
+from legato.server.streaming import unless_gone
+from legato.server.telling import tell
 from legato.text import encode
 
 Told = TypeVar("Told")
@@ -69,55 +68,55 @@ async def _complete(service: Service, asked: CompletionRequest) -> Response:
     return await _answer(service, asked, specs, TextForm(service.tokenizer, asked.echo), headers, deadline)
 
 
+class Completion:
+    """The answer to a call, of one form or the other. See `Telling`.
+
+    Args:
+        num_samples: choices of each prompt.
+        with_usage: whether a stream tells the call's tokens at its end.
+    """
+
+    closing = b"data: [DONE]\n\n"
+
+    def __init__(self, service: Service, form: Form, num_samples: int, with_usage: bool) -> None:
+        self._envelope = Envelope(f"{form.prefix}-{uuid.uuid4().hex}", service.model, form.kind)
+        self._form = form
+        self._choices = Choices(service.tokenizer, num_samples)
+        self._with_usage = with_usage
+        self._usage = Usage()
+        self._told: dict[int, dict[str, Any]] = {}  # by the choice's index
+
+    async def add(self, index: int, output: GenerationOutput) -> None:
+        choice = self._choices.of(index, output)
+        self._told[choice.index] = await _told(self._form.choice, choice, output)
+        self._usage.add(output)
+
+    def whole(self) -> dict[str, Any]:
+        return self._envelope.whole([self._told[index] for index in sorted(self._told)], self._usage)
+
+    def begin(self) -> Iterable[dict[str, Any]]:
+        return ()
+
+    async def push(self, index: int, output: GenerationOutput) -> Iterable[dict[str, Any]]:
+        delta = await _told(self._form.delta, self._choices.of(index, output), output)
+        if output.is_finished():
+            self._usage.add(output)
+        return () if delta is None else (self._envelope.chunk([delta]),)
+
+    def end(self) -> Iterable[dict[str, Any]]:
+        return (self._envelope.chunk([], self._usage),) if self._with_usage else ()
+
+    def failed(self, error: ApiError) -> dict[str, Any]:
+        return error.as_dict()
+
+
 async def _answer(
     service: Service, asked: GenerationRequest, specs: list[RequestSpec], form: Form, headers: dict[str, str],
     deadline: Deadline,
 ) -> Response:  # fmt: skip
-    envelope = Envelope(f"{form.prefix}-{uuid.uuid4().hex}", service.model, form.kind)
-    outputs = service.run(asked, specs, deadline)
-    choices = Choices(service.tokenizer, service.manager.num_samples(specs[0]))
-    if not asked.stream:
-        return await _whole(envelope, outputs, choices, form, headers)
-    # The first output tells whether there will be an answer at all, while the status can still say so.
-    first = await anext(outputs, None)
-    usage = asked.stream_options is not None and asked.stream_options.include_usage
-    return EventStream(_events(envelope, first, outputs, choices, form, usage), headers)
-
-
-async def _whole(
-    envelope: Envelope, outputs: Outputs, choices: Choices, form: Form, headers: dict[str, str]
-) -> Response:
-    usage, told = Usage(), {}
-    async with aclosing(outputs):
-        async for index, output in outputs:
-            choice = choices.of(index, output)
-            told[choice.index] = await _told(form.choice, choice, output)
-            usage.add(output)
-    return JSONResponse(envelope.whole([told[index] for index in sorted(told)], usage), headers=headers)
-
-
-async def _events(
-    envelope: Envelope, first: tuple[int, GenerationOutput] | None, outputs: Outputs, choices: Choices, form: Form,
-    with_usage: bool,
-) -> AsyncGenerator[bytes, None]:  # fmt: skip
-    usage, current = Usage(), first
-    async with aclosing(outputs):
-        try:
-            while current is not None:
-                index, output = current
-                delta = await _told(form.delta, choices.of(index, output), output)
-                if delta is not None:
-                    yield event(envelope.chunk([delta]))
-                if output.is_finished():
-                    usage.add(output)
-                current = await anext(outputs, None)
-        except Exception as error:  # noqa: BLE001 - the status is sent already: it must be told here, whatever it is
-            told = error if isinstance(error, ApiError) else ApiError.of(error)
-            yield event(told.as_dict())
-        else:
-            if with_usage:
-                yield event(envelope.chunk([], usage))
-    yield b"data: [DONE]\n\n"
+    with_usage = asked.stream_options is not None and asked.stream_options.include_usage
+    completion = Completion(service, form, service.manager.num_samples(specs[0]), with_usage)
+    return await tell(service, asked, specs, completion, headers, deadline)
 
 
 async def _told(

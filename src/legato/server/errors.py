@@ -66,12 +66,9 @@ class ApiError(Exception):
         """
         names = {**_RENAMED, **(renamed or {})}
         first = re.split("[= ]", message, maxsplit=1)[0]
-        if first == "input_ids":  # too long together with what it asks for
-            message = message.replace("max_new_tokens=", f"{names['max_new_tokens']}=")
-        name = names.get(first)
-        if name is None:
-            return cls(400, message, first if first in _FIELDS else None)
-        return cls(400, name + message[len(first) :], name)
+        param = names.get(first, first if first in _FIELDS else None)
+        told = re.sub(r"^\w+|\b\w+(?==)", lambda name: names.get(name[0], name[0]), message)  # the limit's, too
+        return cls(400, told, param)
 
 
 def shutting_down() -> ApiError:

@@ -17,6 +17,14 @@ _SAMPLING = (
     "frequency_penalty", "logit_bias", "n", "seed", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "json_schema", "regex", "choice", "grammar",
 )  # fmt: skip
+# What other servers call what an answer must be like.
+CONSTRAINTS_ELSEWHERE = {
+    "structured_outputs": "json_schema, regex, choice or grammar",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+}
 MOST_TOOLS = 128
 MOST_FIELDS = 1000
 

@@ -3,12 +3,10 @@
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
-from starlette.responses import JSONResponse
 
 from legato.request import GenerationOutput
 from legato.server.answers import ChoiceText, Usage
@@ -16,11 +14,10 @@ from legato.server.completions import DEFAULT_CHAT_TOKENS
 from legato.server.conversation import as_chat, prepare
 from legato.server.errors import ApiError
 from legato.server.protocol import ResponsesRequest
-from legato.server.service import Outputs, Service
-from legato.server.streaming import EventStream, event, unless_gone
+from legato.server.service import Service
+from legato.server.streaming import unless_gone
+from legato.server.telling import Event, tell
 from legato.server.tools import ToolCallReader, ToolStyle
-
-Event = dict[str, Any]
 
 
 def add_responses(app: FastAPI, service: Service) -> None:
@@ -42,8 +39,8 @@ async def _respond(service: Service, asked: ResponsesRequest) -> Response:
         lambda: prepare(service.tokenizer, as_chat(asked)), deadline=deadline, renamed=asked.renamed()
     )
     specs = service.specs(asked, [chat.prompt], DEFAULT_CHAT_TOKENS, chat.sampling)
-    told = ResponseItems(asked, service.model, chat.style)
-    return await _answer(service, asked, service.run(asked, specs, deadline), told, headers)
+    items = ResponseItems(asked, service.model, service.tokenizer, chat.style)
+    return await tell(service, asked, specs, items, headers, deadline)
 
 
 def _refuse_state(asked: ResponsesRequest) -> None:
@@ -65,40 +62,8 @@ def _refuse_unspeakable(asked: ResponsesRequest) -> None:
             raise ApiError(400, f"{name} holds what is no JSON in UTF-8: {error}", name) from error
 
 
-async def _answer(
-    service: Service, asked: ResponsesRequest, outputs: Outputs, told: "ResponseItems", headers: dict[str, str]
-) -> Response:
-    choice = ChoiceText(service.tokenizer, 0)
-    if not asked.stream:
-        async with aclosing(outputs):
-            async for _, output in outputs:
-                for _ in told.push(choice, output):
-                    pass
-        return JSONResponse(told.response(), headers=headers)
-    # The first output tells whether there will be an answer at all, while the status can still say so.
-    first = await anext(outputs, None)
-    return EventStream(_events(told, choice, first, outputs), headers)
-
-
-async def _events(
-    told: "ResponseItems", choice: ChoiceText, first: tuple[int, GenerationOutput] | None, outputs: Outputs
-) -> AsyncGenerator[bytes, None]:
-    current = first
-    async with aclosing(outputs):
-        try:
-            for one in told.begin():
-                yield event(one)
-            while current is not None:
-                for one in told.push(choice, current[1]):
-                    yield event(one)
-                current = await anext(outputs, None)
-        except Exception as error:  # noqa: BLE001 - the status is sent already: it must be told here, whatever it is
-            wrong = error if isinstance(error, ApiError) else ApiError.of(error)
-            yield event(told.event("error", code=wrong.code, message=str(wrong), param=wrong.param))
-
-
 class ResponseItems:
-    """A response while it comes: a message, calls of functions, or both.
+    """A response while it comes: a message, calls of functions, or both. See `Telling`.
 
     Args:
         asked: the call.
@@ -106,8 +71,11 @@ class ResponseItems:
         style: in which calls are written; None: there are none.
     """
 
-    def __init__(self, asked: ResponsesRequest, model: str, style: ToolStyle | None) -> None:
+    closing = b""  # the last event says that it is the last
+
+    def __init__(self, asked: ResponsesRequest, model: str, tokenizer: Any, style: ToolStyle | None) -> None:
         self._asked, self._model = asked, model
+        self._choice = ChoiceText(tokenizer, 0)
         self._reader = None if style is None else ToolCallReader(style)
         self._id = f"resp_{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -116,20 +84,32 @@ class ResponseItems:
         self._usage: Usage | None = None
         self._num_events = 0
 
-    def event(self, kind: str, **content: Any) -> Event:
+    async def add(self, index: int, output: GenerationOutput) -> None:
+        await self.push(index, output)
+
+    def whole(self) -> dict[str, Any]:
+        return self._response()
+
+    def begin(self) -> Iterable[Event]:
+        yield self._event("response.created", response=self._response())
+        yield self._event("response.in_progress", response=self._response())
+
+    async def push(self, index: int, output: GenerationOutput) -> Iterable[Event]:
+        text, _ = self._choice.push(output)
+        return [*self._add(text, output.is_finished()), *(self._end(output) if output.is_finished() else ())]
+
+    def end(self) -> Iterable[Event]:
+        return ()
+
+    def failed(self, error: ApiError) -> Event:
+        return self._event("error", code=error.code, message=str(error), param=error.param)
+
+    def _event(self, kind: str, **content: Any) -> Event:
         """The next event of the stream."""
         self._num_events += 1
         return {"type": kind, "sequence_number": self._num_events - 1, **content}
 
-    def begin(self) -> Iterator[Event]:
-        """What is told before the answer."""
-        yield self.event("response.created", response=self.response())
-        yield self.event("response.in_progress", response=self.response())
-
-    def push(self, choice: ChoiceText, output: GenerationOutput) -> Iterator[Event]:
-        """What a partial or the final output adds."""
-        text, _ = choice.push(output)
-        is_last = output.is_finished()
+    def _add(self, text: str, is_last: bool) -> Iterator[Event]:
         pieces = iter([("content", text)]) if self._reader is None else self._reader.push(text, is_last)
         for kind, piece in pieces:
             if kind == "content":
@@ -139,10 +119,8 @@ class ResponseItems:
             else:
                 self._items[-1]["arguments"] += piece
                 yield self._of_item("response.function_call_arguments.delta", delta=piece)
-        if is_last:
-            yield from self._end(output)
 
-    def response(self) -> dict[str, Any]:
+    def _response(self) -> dict[str, Any]:
         """All of it, as far as it has come."""
         asked = self._asked
         is_cut = self._status == "incomplete"
@@ -186,7 +164,7 @@ class ResponseItems:
     def _open(self, item: dict[str, Any]) -> Iterator[Event]:
         yield from self._close("completed")
         self._items.append(item)
-        yield self.event("response.output_item.added", output_index=len(self._items) - 1, item=dict(item))
+        yield self._event("response.output_item.added", output_index=len(self._items) - 1, item=dict(item))
 
     def _close(self, status: str) -> Iterator[Event]:
         """The last item is told to its end."""
@@ -199,7 +177,7 @@ class ResponseItems:
             yield self._of_item("response.output_text.done", content_index=0, text=self._text(), logprobs=[])
             yield self._of_item("response.content_part.done", content_index=0, part=item["content"][0])
         item["status"] = status
-        yield self.event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))
+        yield self._event("response.output_item.done", output_index=len(self._items) - 1, item=dict(item))
 
     def _end(self, output: GenerationOutput) -> Iterator[Event]:
         status = "incomplete" if output.finish_reason == "length" else "completed"
@@ -208,10 +186,10 @@ class ResponseItems:
         yield from self._close(status)
         self._status, self._usage = status, Usage()
         self._usage.add(output)
-        yield self.event(f"response.{status}", response=self.response())
+        yield self._event(f"response.{status}", response=self._response())
 
     def _of_item(self, kind: str, **content: Any) -> Event:
-        return self.event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **content)
+        return self._event(kind, item_id=self._items[-1]["id"], output_index=len(self._items) - 1, **content)
 
 
 def _new_message() -> dict[str, Any]:

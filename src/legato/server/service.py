@@ -14,19 +14,11 @@ from legato.server.beside import Beside, Deadline
 from legato.server.errors import ApiError, shutting_down
 from legato.server.limits import Limits, OpenCalls
 from legato.server.metrics import Metrics
-from legato.server.protocol import GenerationRequest
+from legato.server.protocol import CONSTRAINTS_ELSEWHERE, GenerationRequest
 
 IGNORED_HEADER = "X-Legato-Ignored-Fields"
 MOST_NAMED = 16
 MOST_PREPARING = 4
-# What other servers call what an answer must be like.
-CONSTRAINTS_ELSEWHERE = {
-    "structured_outputs": "json_schema, regex, choice or grammar",
-    "guided_json": "json_schema",
-    "guided_regex": "regex",
-    "guided_choice": "choice",
-    "guided_grammar": "grammar",
-}
 Outputs = AsyncGenerator[tuple[int, GenerationOutput], None]
 
 
