@@ -17,7 +17,8 @@ prompts = [
     "Name a cat breed.",
     "Write a detailed history of quantum mechanics.",
 ]
-inputs = [tokenizer.encode(p) for p in prompts]
+chats = [[{"role": "user", "content": prompt}] for prompt in prompts]
+inputs = [tokenizer.apply_chat_template(chat, add_generation_prompt=True)["input_ids"] for chat in chats]
 
 generation_config = GenerationConfig(
     max_new_tokens=64,

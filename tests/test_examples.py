@@ -47,8 +47,9 @@ def test_all_examples_are_tested_and_listed() -> None:
 
 def test_quickstart(tmp_path: Path) -> None:
     lines = run("quickstart", tmp_path)
-    assert [line[:7] for line in lines if line.startswith("[req_")] == ["[req_0]", "[req_1]", "[req_2]"]
-    assert len(" ".join(lines)) > 100
+    answers = [line for line in lines if line.startswith("[req_")]
+    assert [answer[:7] for answer in answers] == ["[req_0]", "[req_1]", "[req_2]"]
+    assert all(len(answer) > 20 for answer in answers)
 
 
 def test_context_manager(tmp_path: Path, answers: Any) -> None:

@@ -1,6 +1,7 @@
 """Text that comes in pieces, and conversations that cannot be encoded."""
 
 import copy
+import logging
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -194,6 +195,22 @@ def test_a_template_that_raises_says_why(smollm2_tokenizer: Any, template: str, 
     tokenizer.chat_template = template
     with pytest.raises(InvalidValueError, match=f"messages are refused by the chat template: .*{reason}"):
         encode_chat(tokenizer, [{"role": "user", "content": "Hi"}])
+
+
+def test_who_encodes_is_not_warned_of_length(smollm2_tokenizer: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """transformers warns once for each tokenizer, of a length that is checked here, with a message."""
+    tokenizer = copy.deepcopy(smollm2_tokenizer)
+    tokenizer.model_max_length = 5
+    monitored = logging.getLogger("transformers")
+    monitored.addHandler(caplog.handler)
+    try:
+        encode(tokenizer, "one two three four five six")
+        encode_chat(tokenizer, [{"role": "user", "content": "one two three four five six"}])
+        assert not caplog.records
+        tokenizer("one two three four five six")
+        assert caplog.records  # there is something not to be told of
+    finally:
+        monitored.removeHandler(caplog.handler)
 
 
 def test_an_error_that_is_not_the_templates_passes_through(smollm2_tokenizer: Any) -> None:

@@ -17,6 +17,7 @@ from legato.manager import ContinuousBatchingManager
 from legato.progress import completed
 from legato.prompt_file import SAMPLING_FIELDS, PromptLine
 from legato.request import GenerationOutput, RequestSpec
+from legato.terminal import notice
 from legato.text import decode, encode, encode_chat
 from legato.timeline import Timeline, check_can_draw, draw_timeline, write_chrome_trace
 
@@ -105,6 +106,7 @@ def run_lines(
     if not todo:
         if output is not None and not done:
             output.write_text("")
+        notice(f"legato: nothing to do: {len(done)} of {len(lines)} prompts are answered")
         return 0
     # The model first: what it cannot load for must not have cost the file that is there.
     with LLM(model, continuous_batching_config=config, **load) as llm, _open(output, append=bool(done)) as file:
@@ -118,9 +120,10 @@ def run_lines(
     failed = [result for result in writer.written.values() if result["error"] is not None]
     if failed:
         first = failed[0]
+        number = next(line.number for line in todo if line.index == first["index"])
         logger.warning(
             "%d of %d lines failed, the first of them line %d: %s",
-            len(failed), len(writer.written), first["index"] + 1, first["error"],
+            len(failed), len(writer.written), number, first["error"],
         )  # fmt: skip
     return 1 if failed else 0
 

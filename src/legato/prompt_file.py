@@ -21,12 +21,14 @@ class PromptLine:
     """One line of a prompt file.
 
     Attributes:
-        index: which, from 0.
+        index: which, from 0, blank ones not counted.
+        number: which line of the file, from 1.
         fields: what it says, the common settings filled in.
         error: why it can never be answered, or None.
     """
 
     index: int
+    number: int
     fields: Mapping[str, Any]
     error: str | None
 
@@ -54,21 +56,21 @@ def read_lines(
     except UnicodeDecodeError as error:
         name = source if isinstance(source, Path) else "standard input"
         raise InvalidValueError(f"{name} is not utf-8 text: {error.reason} at byte {error.start}") from error
-    lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
+    lines = [(n, line.rstrip("\r")) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     seeds = [{} if seed is None else {"seed": (seed * _SEED_STRIDE + index) % 2**64} for index in range(len(lines))]
-    return [_parse_line(i, line, chat, {**common, **seeds[i]}) for i, line in enumerate(lines)]
+    return [_parse_line(i, n, line, chat, {**common, **seeds[i]}) for i, (n, line) in enumerate(lines)]
 
 
-def _parse_line(index: int, line: str, chat: bool, common: Mapping[str, Any]) -> PromptLine:
+def _parse_line(index: int, number: int, line: str, chat: bool, common: Mapping[str, Any]) -> PromptLine:
     fields: Any = line
     if line.lstrip().startswith("{"):
         try:
             fields = json.loads(line)
         except (ValueError, RecursionError) as error:  # not JSON; a number or a nesting beyond all reason
-            return PromptLine(index, {"line": line}, f"not a JSON object: {error}")
+            return PromptLine(index, number, {"line": line}, f"not a JSON object: {error}")
     if isinstance(fields, str):
         fields = {"messages": [{"role": "user", "content": fields}]} if chat else {"prompt": fields}
-    return PromptLine(index, {**common, **fields}, _what_is_wrong(fields))
+    return PromptLine(index, number, {**common, **fields}, _what_is_wrong(fields))
 
 
 def _what_is_wrong(fields: Mapping[str, Any]) -> str | None:

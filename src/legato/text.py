@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from legato.request import GenerationOutput
 
 Message = dict[str, Any]  # {"role": ..., "content": ...}
+_QUIET = {"verbose": False}  # else a text that is too long, which is refused with a message, is warned of besides
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
@@ -23,7 +24,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     """
     if any("\ud800" <= character <= "\udfff" for character in text):
         raise InvalidValueError("prompt is not Unicode text: it holds a lone surrogate")
-    return list(tokenizer(text)["input_ids"])
+    return list(tokenizer(text, **_QUIET)["input_ids"])
 
 
 def longest_token(tokenizer: Any) -> int:
@@ -70,7 +71,9 @@ def _apply_template(
     reserved = sorted(template.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
     if reserved:
         raise InvalidValueError(f"template has {reserved[0]!r}, which is not for a chat template to say")
-    settings = {"add_generation_prompt": True, "tokenize": tokenize, "tools": tools}
+    settings = {
+        "add_generation_prompt": True, "tokenize": tokenize, "tools": tools, "tokenizer_kwargs": _QUIET,
+    }  # fmt: skip
     try:
         return tokenizer.apply_chat_template(list(messages), **settings, **template)
     except (TemplateError, TypeError, ValueError, KeyError) as error:

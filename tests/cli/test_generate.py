@@ -149,15 +149,11 @@ def test_standard_input_to_standard_output_in_order_and_nothing_else(folder: str
     assert results[2]["id"] == "é\u2028🍵"
 
 
-def test_progress_is_shown_on_a_terminal(folder: str, prompts: Callable[..., Path], output: Path) -> None:
-    path = prompts("one", {"prompt": "two", "max_new_tokens": LONG}, {"prompt": "three"}, {"wrong": 1})
+def run_on_a_terminal(*arguments: Any) -> Done:
+    """`legato generate` while somebody looks at what it tells besides its results."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 120))
-    process = subprocess.Popen(
-        [*LEGATO, "generate", "--model", folder, "--prompts", path, "--output", output, "--max-new-tokens", "4"],
-        stdout=subprocess.PIPE,
-        stderr=theirs,
-    )
+    process = subprocess.Popen([*LEGATO, "generate", *map(str, arguments)], stdout=subprocess.PIPE, stderr=theirs)
     os.close(theirs)
     shown = bytearray()
 
@@ -173,7 +169,15 @@ def test_progress_is_shown_on_a_terminal(folder: str, prompts: Callable[..., Pat
     stdout, _ = process.communicate(timeout=60)
     reader.join(10)
     os.close(ours)
-    bars = shown.decode().replace("\n", "\r").split("\r")
+    return Done(process.returncode, stdout.decode(), shown.decode())
+
+
+def test_progress_is_shown_on_a_terminal(folder: str, prompts: Callable[..., Path], output: Path) -> None:
+    path = prompts("one", {"prompt": "two", "max_new_tokens": LONG}, {"prompt": "three"}, {"wrong": 1})
+    arguments = ["--model", folder, "--prompts", path, "--output", output, "--max-new-tokens", 4]
+    done = run_on_a_terminal(*arguments)
+    assert done.stderr.startswith("legato: starting")
+    bars = done.stderr.replace("\n", "\r").split("\r")
     running = [bar for bar in bars if "2/3" in bar and "batch 1" in bar]
     assert running, "no bar while the long request runs alone"
     assert "req" in running[-1]
@@ -182,9 +186,13 @@ def test_progress_is_shown_on_a_terminal(folder: str, prompts: Callable[..., Pat
     assert rest == ""
     assert running[-1].rstrip("]").rpartition("cache ")[2].rstrip("]% ").isdecimal()
     assert any("3/3" in bar for bar in bars)
-    assert "Traceback" not in shown.decode()
-    assert (process.returncode, stdout) == (1, b"")  # a line failed
+    assert "Traceback" not in done.stderr
+    assert (done.status, done.stdout) == (1, "")  # a line failed
     assert [result["finish_reason"] for result in results_in(output.read_text())] == [*["length"] * 3, "error"]
+    prompts("one", {"prompt": "two", "max_new_tokens": LONG}, {"prompt": "three"})  # in place of the file before
+    again = run_on_a_terminal(*arguments, "--resume")
+    assert (again.status, again.stdout) == (0, "")
+    assert "nothing to do: 3 of 3 prompts are answered" in again.stderr
 
 
 LINES_TO_INTERRUPT: list[Line] = [
@@ -425,8 +433,15 @@ def test_blank_lines_line_ends_and_a_byte_order_mark(tmp_path: Path) -> None:
     path.write_bytes('\ufeff{"prompt": "a"}\r\n\r\n \t\r\nb\r\n\n{"prompt": "c"}'.encode())
     lines = read_lines(path, False, {"max_new_tokens": 3})
     assert [line.error for line in lines] == [None] * 3
-    assert [line.index for line in lines] == [0, 1, 2]
+    assert [(line.index, line.number) for line in lines] == [(0, 1), (1, 4), (2, 6)]
     assert [line.fields["prompt"] for line in lines] == ["a", "b", "c"]
+
+
+def test_a_failed_line_is_told_by_its_number_in_the_file(
+    legato: Callable[..., Done], prompts: Callable[..., Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    legato("--prompts", prompts("one", "", "  ", {"wrong": 1}, "two"), "--max-new-tokens", 1)
+    assert "1 of 3 lines failed, the first of them line 4:" in caplog.text
 
 
 def test_the_digest_changes_with_all_that_decides_the_answer() -> None:

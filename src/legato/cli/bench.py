@@ -103,7 +103,7 @@ def offline(
         return
 
     from legato.bench.offline import run_offline
-    from legato.cli.terminal import quiet_libraries_when_piped
+    from legato.terminal import quiet_libraries_when_piped
 
     quiet_libraries_when_piped()
     print(json.dumps(run_offline(engine.value, model, content, settings, repeat)))
@@ -159,7 +159,7 @@ def latency(
     from legato.bench.latency import TABLE_HEADER, TABLE_WIDTHS, measure_latency
     from legato.bench.settings import EngineSettings
     from legato.bench.tables import line
-    from legato.cli.terminal import quiet_libraries_when_piped
+    from legato.terminal import quiet_libraries_when_piped
 
     quiet_libraries_when_piped()
     settings = EngineSettings(dtype, page_size, max_batch_tokens, quantization, kv_cache_dtype)
@@ -205,7 +205,7 @@ def roofline(
     from legato.bench.roofline import measure_roofline
     from legato.bench.settings import EngineSettings
     from legato.bench.workload import read_workload
-    from legato.cli.terminal import quiet_libraries_when_piped
+    from legato.terminal import quiet_libraries_when_piped
 
     quiet_libraries_when_piped()
     settings = EngineSettings(dtype, page_size, max_batch_tokens, quantization, kv_cache_dtype)
@@ -235,7 +235,7 @@ def steps(
 ) -> None:
     """How long steps of many shapes take, and a cost model fitted to them: one JSON line for `simulate --cost`."""
     from legato.bench.steps import measure_steps
-    from legato.cli.terminal import quiet_libraries_when_piped
+    from legato.terminal import quiet_libraries_when_piped
 
     quiet_libraries_when_piped()
     print(json.dumps(measure_steps(model, dtype, page_size, max_batch_tokens)))
@@ -281,7 +281,7 @@ def sampling(
     from legato.bench.sampling import COMPARISONS, measure_sampling
     from legato.bench.settings import EngineSettings
     from legato.bench.workload import read_workload
-    from legato.cli.terminal import quiet_libraries_when_piped
+    from legato.terminal import quiet_libraries_when_piped
 
     quiet_libraries_when_piped()
     settings = EngineSettings(dtype, page_size, max_batch_tokens, quantization, kv_cache_dtype)

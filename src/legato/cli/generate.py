@@ -6,6 +6,8 @@ from typing import Annotated
 
 import typer
 
+from legato.terminal import notice, quiet_libraries_when_piped
+
 
 def generate(
     model: Annotated[str, typer.Option(help="Alias, model folder, .gguf file or hub id.")],
@@ -55,7 +57,7 @@ def generate(
 
     \b
     A result line has:
-        index, id             which line (from 0), and the id it gave
+        index, id             which prompt (from 0; blank lines are none), and the id it gave
         text                  the answer
         finish_reason         stop, length or error
         error                 why this line failed, else null; the others are not touched
@@ -64,8 +66,8 @@ def generate(
 
     Ctrl-C writes what is finished and exits with 130; --resume goes on from there. Exit status 1: some lines failed.
     """
+    notice("legato: starting")
     from legato.batch_file import Pictures, run_lines
-    from legato.cli.terminal import quiet_libraries_when_piped
     from legato.config import ContinuousBatchingConfig
     from legato.models import torch_dtype
     from legato.prompt_file import read_lines

@@ -173,9 +173,9 @@ class _Reader:
             key_norm=self._optional_norm(attention, "k_norm", owner),
             rotary=self._rotary(attention),
             attention=AttentionSpec(
-                scaling=float(attention.scaling),  # type: ignore[arg-type]
+                scaling=float(_setting(attention, "scaling")),
                 window=group.window,
-                softcap=attention.attn_logit_softcapping if self._family.caps_scores else None,  # type: ignore[arg-type]
+                softcap=_setting(attention, "attn_logit_softcapping") if self._family.caps_scores else None,
             ),
             out=self._matrix(attention, ["o_proj"], owner),
             attention_norm=self._norm(layer, "post_attention_layernorm", owner) if norms_outputs else None,
@@ -218,7 +218,7 @@ class _Reader:
                 MlpSpec(MatrixSpec((gate_up,), (), i), MatrixSpec((down,), (), i), activation, width)
                 for i in range(count)
             ),
-            top_k=int(router.top_k),  # type: ignore[arg-type]
+            top_k=int(_setting(router, "top_k")),
             normalized=bool(getattr(router, "norm_topk_prob", True)),
         )
 
@@ -239,8 +239,8 @@ class _Reader:
     def _norm(self, parent: nn.Module, name: str, owner: str = "") -> NormSpec:
         module = self._own(parent, name, "RMSNorm", owner)
         self._check_parameter(module, "weight", owner + name)
-        eps = module.variance_epsilon if hasattr(module, "variance_epsilon") else module.eps
-        return NormSpec(Source(module, "weight"), self._family.norm_offset, float(eps))  # type: ignore[arg-type]
+        eps = _setting(module, "variance_epsilon" if hasattr(module, "variance_epsilon") else "eps")
+        return NormSpec(Source(module, "weight"), self._family.norm_offset, float(eps))
 
     def _matrix(self, parent: nn.Module, names: Sequence[str], owner: str = "") -> MatrixSpec:
         modules = [self._linear(parent, name, owner) for name in names]
@@ -307,9 +307,14 @@ class _Reader:
 _CAPTURING = "transformers.utils.output_capturing"
 
 
+def _setting(module: nn.Module, name: str) -> Any:
+    """An attribute that is a plain value; torch says of all that they are tensors or modules."""
+    return getattr(module, name)
+
+
 def _layout(attention: nn.Module, qkv: MatrixSpec, group: AttentionGroup, owner: str) -> HeadLayout:
     """Checked against what the layer was seen to store."""
-    head_dim, width = int(attention.head_dim), sum(len(source.get()) for source in qkv.weights)  # type: ignore[arg-type]
+    head_dim, width = int(_setting(attention, "head_dim")), sum(len(source.get()) for source in qkv.weights)
     layout = HeadLayout(width // head_dim - 2 * group.num_kv_heads, group.num_kv_heads, head_dim)
     if head_dim != group.head_dim or layout.width != width or layout.num_heads % group.num_kv_heads:
         raise NotFusable(f"{owner}Q, K and V do not divide into heads")

@@ -3,6 +3,12 @@
 import sys
 
 
+def notice(text: str) -> None:
+    """A line on stderr, where somebody is looking."""
+    if sys.stderr.isatty():
+        sys.stderr.write(f"{text}\n")
+
+
 def quiet_libraries_when_piped() -> None:
     """No progress bars of transformers where nobody looks at them."""
     if not sys.stderr.isatty():
