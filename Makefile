@@ -52,7 +52,7 @@ lm-eval: setup models  ## Run lm-eval against a server, in an environment of its
 	$(BIN)/python -m tests.server.lm_eval $(VENV)-lm-eval/bin/python
 
 reference: setup  ## Make docs/reference.md from the code
-	$(BIN)/python -m legato.server.reference > docs/reference.md.new
+	$(BIN)/python -m legato.cli.reference > docs/reference.md.new
 	mv docs/reference.md.new docs/reference.md
 
 lint: ruff format-check types  ## Check style, format and types

@@ -13,9 +13,7 @@ import asyncio
 import json
 import random
 import re
-import signal
 import statistics
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -25,9 +23,11 @@ from typing import Any
 import httpx
 import psutil
 
+from legato.bench.served import Served
+
 CLIENTS = 64
 PATIENCE_SECONDS = 120
-SETTINGS = ("--page-size", "16", "--num-blocks", "300", "--max-queue-size", "24")
+SETTINGS = ("--page-size", "16", "--num-blocks", "300", "--max-queue-size", "24", "--max-body-bytes", "500000")
 PROMPTS = ["The capital of France is", "Water boils at", "Once upon a time", "def fib(n):", "1, 2, 3,", "Dear Sir,"]
 RECURSIVE_SCHEMA = {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}
 TOO_MUCH: list[dict[str, Any]] = [
@@ -222,47 +222,22 @@ def greedy(prompt: str) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": 24, "temperature": 0}
 
 
-def start() -> tuple[subprocess.Popen[bytes], str]:
-    command = [sys.executable, "-m", "legato.cli", "serve", "smollm2", "--port", "0", "--max-body-bytes", "500000"]
-    command += SETTINGS
-    log = subprocess.Popen(command, stderr=subprocess.PIPE)
-    assert log.stderr is not None
-    for line in log.stderr:
-        if found := re.search(rb"serving .* on (http://[0-9.:]+[0-9])", line):
-            return log, found[1].decode()
-    sys.exit("legato serve ended before it was ready")
-
-
-def drain(server: subprocess.Popen[bytes]) -> None:
-    """A full pipe would stop it."""
-    assert server.stderr is not None
-    for _ in server.stderr:
-        pass
-
-
-async def soak(server: subprocess.Popen[bytes], url: str, seconds: float, seed: int) -> Soak:
-    reading = asyncio.get_running_loop().run_in_executor(None, drain, server)
-    run = Soak(url, psutil.Process(server.pid))
-    try:
-        await run.run(seconds, seed)
-    finally:
-        server.send_signal(signal.SIGTERM)
-        await reading
-    return run
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--minutes", type=float, default=15)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
-    server, url = start()
-    run = asyncio.run(soak(server, url, asked.minutes * 60, asked.seed))
+    server = Served(*SETTINGS)
+    run = Soak(server.url, psutil.Process(server.process.pid))
+    try:
+        asyncio.run(run.run(asked.minutes * 60, asked.seed))
+    finally:
+        status = server.stop()
     growth = run.growth()
     if asked.minutes >= 5 and growth > 0.03:
         run.failures.append(f"the server has grown by {growth:.1%}")
-    if server.wait(60) != 0:
-        run.failures.append(f"the server ended with {server.returncode}")
+    if status != 0:
+        run.failures.append(f"the server ended with {status}")
     told = {"seen": dict(sorted(run.seen.items())), "growth": round(growth, 4), "rss_mib": run.rss[-1] >> 20}
     print(json.dumps({**told, "failures": len(run.failures), "first": run.failures[:10]}, indent=1))
     return 1 if run.failures else 0

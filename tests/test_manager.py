@@ -675,6 +675,33 @@ def test_outputs_finished_before_a_failure_are_not_lost(model: Any, manager: Con
         manager.get_result("good")
 
 
+def test_who_iterates_gets_what_finished_before_a_failure(model: Any, manager: ContinuousBatchingManager) -> None:
+    """Though it comes to him after it."""
+    manager.start()
+    specs = [RequestSpec([5], 2), RequestSpec([6], 2), RequestSpec([7], LONG, streaming=True, eos_token_id=-1)]
+
+    async def ask() -> list[int]:
+        finished = []
+        with pytest.raises(EngineError, match="boom"):
+            async for index, output in manager.as_completed_async(specs):
+                while manager.stats.num_finished < 2:  # the loop stands still, and nothing is handed on
+                    time.sleep(0.001)
+                if manager.is_running():
+                    undo.append(plant_failure(model))
+                    while manager.is_running():
+                        time.sleep(0.001)
+                if output.is_finished():
+                    finished.append(index)
+        return finished
+
+    undo: list[Callable[[], None]] = []
+    try:
+        assert asyncio.run(ask()) == [0, 1]
+    finally:
+        for one in undo:
+            one()
+
+
 # On the model
 
 

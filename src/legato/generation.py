@@ -294,7 +294,7 @@ class RequestFactory:
         # The last token is never read back, so it takes no place in the cache.
         if prompt_length + wanted - 1 > self._cache_tokens:
             raise InvalidValueError(
-                f"input_ids has {prompt_length} tokens and max_new_tokens={wanted}: {prompt_length + wanted - 1} "
+                f"input_ids has {prompt_length} tokens: with {wanted} new ones, {prompt_length + wanted - 1} "
                 f"tokens must fit in the cache, which holds {self._cache_tokens}"
             )
         return wanted

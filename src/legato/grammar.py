@@ -15,9 +15,10 @@ from legato.errors import InvalidValueError, MissingExtraError
 from legato.sampling_params import STRUCTURED, SamplingParams
 
 MOST_KEPT = 256  # compiled grammars
+MOST_KEPT_CHARACTERS = 4 << 20  # that they have in all; each takes some tens of bytes in its compiled form
 MOST_SAID = 500  # characters of what is wrong with one
-# Keywords that it does not know are refused, not passed over; whitespace that nobody needs would have no end at a high
-# temperature.
+# Keywords of JSON schema that it cannot enforce are refused, not passed over; whitespace that nobody needs would have
+# no end at a high temperature.
 JSON_SETTINGS: Any = {"lenient": False, "coerce_one_of": False, "whitespace_flexible": False}
 
 
@@ -70,7 +71,7 @@ class GrammarCompiler:
         self._refuse_special(name, params)
         template = self._template(name, text)
         with self._lock:
-            return Grammar(self, template.deep_copy())
+            return Grammar(self, name, template.deep_copy())
 
     def start_masks(self, grammars: Sequence["Grammar"]) -> Callable[[], NDArray[np.uint8]]:
         """Begin to find what may come next in each, beside whatever the caller does next.
@@ -115,7 +116,7 @@ class GrammarCompiler:
             is_new = compiled is None
             if compiled is None:
                 compiled = self._kept[key] = Future()
-                if len(self._kept) > MOST_KEPT:
+                while len(self._kept) > 1 and self._are_too_many():
                     self._kept.popitem(last=False)
             self._kept.move_to_end(key)
         if is_new:
@@ -127,6 +128,9 @@ class GrammarCompiler:
                 compiled.set_exception(error)
                 raise
         return compiled.result()
+
+    def _are_too_many(self) -> bool:
+        return len(self._kept) > MOST_KEPT or sum(len(text) for _, text in self._kept) > MOST_KEPT_CHARACTERS
 
     def _refuse_special(self, name: str, params: SamplingParams) -> None:
         """A special token's text, letter by letter, would be taken for the token itself."""
@@ -148,6 +152,8 @@ class GrammarCompiler:
         for _ in range(2):  # one that takes too much is told of at the second attempt only
             first = matcher.deep_copy()
             first.compute_bitmask()
+        if not first.get_error():
+            first.compute_ff_tokens()
         reason = first.get_error()
         has_no_more = reason.startswith("NoExtensionBias")
         if reason and not (has_no_more and matcher.is_accepting()):
@@ -157,7 +163,8 @@ class GrammarCompiler:
 
 
 def _short(reason: str) -> str:
-    """Some quote all of the grammar."""
+    """Without the parser's innards; some quote all of the grammar."""
+    reason = reason.partition("<state>")[0].strip()
     return reason if len(reason) <= MOST_SAID else f"{reason[:MOST_SAID]} ..."
 
 
@@ -166,24 +173,25 @@ class Grammar:
 
     Args:
         compiler: that made it.
+        name: of the parameter that asked for it.
         matcher: llguidance's.
     """
 
-    def __init__(self, compiler: GrammarCompiler, matcher: Any) -> None:
-        self.compiler, self.matcher = compiler, matcher
+    def __init__(self, compiler: GrammarCompiler, name: str, matcher: Any) -> None:
+        self.compiler, self.name, self.matcher = compiler, name, matcher
 
     def copy(self) -> "Grammar":
         """Another answer that stands there."""
-        return Grammar(self.compiler, self.matcher.deep_copy())
+        return Grammar(self.compiler, self.name, self.matcher.deep_copy())
 
     def accept(self, token_id: int) -> str | None:
         """Go on by a token. Returns what is wrong with it, if anything."""
         matcher = self.matcher
         if token_id in self.compiler.end_ids and not matcher.is_accepting() and (reason := matcher.get_error()):
-            return f"the grammar cannot go on: {_short(reason)}"  # at its limits it allows nothing but the end
-        if self.matcher.consume_token(token_id):
+            return f"{self.name} cannot go on: {_short(reason)}"  # at its limits it allows nothing but the end
+        if matcher.consume_token(token_id):
             return None
-        return f"token {token_id} does not fit the grammar: {self.matcher.get_error()}"
+        return f"{self.name} cannot go on with token {token_id}: {_short(matcher.get_error())}"
 
     def forced(self) -> list[int]:
         """The tokens that must come next; the grammar goes on by them."""

@@ -5,6 +5,7 @@ import itertools
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from queue import Empty, SimpleQueue
@@ -21,10 +22,12 @@ from legato.errors import InvalidValueError, ManagerStateError
 from legato.generation import GenerationDefaults, RequestFactory
 from legato.request import GenerationOutput, Request, RequestSpec
 from legato.router import Inbox, OutputIterator, OutputRouter, ResultHandler
+from legato.sampling_params import STRUCTURED
 
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.2
+MOST_COMPILING = 4
 
 
 class ContinuousBatchingManager:
@@ -68,6 +71,8 @@ class ContinuousBatchingManager:
         )
         self._router = OutputRouter(self.config.stream_interval)
         self._thread = EngineThread(engine, self._router, self.config.max_queue_size)
+        self._submitting = ThreadPoolExecutor(2, thread_name_prefix="legato-submit")
+        self._compiling = ThreadPoolExecutor(MOST_COMPILING, thread_name_prefix="legato-compile")
         self._id_numbers = itertools.count()
         self._session_thread: int | None = None
 
@@ -261,16 +266,19 @@ class ContinuousBatchingManager:
         """
         loop, inbox = asyncio.get_running_loop(), Inbox()
 
-        def withdraw(done: asyncio.Future[dict[str, int]]) -> None:
-            if done.exception() is None:
+        def withdraw(done: Future[dict[str, int]]) -> None:
+            if not done.cancelled() and done.exception() is None:
                 self._cancel_all(done.result())
 
+        has_grammar = any(name in spec.sampling for spec in specs for name in STRUCTURED)
         with self._router.mail_to(loop) as mail:
-            submitting = loop.run_in_executor(None, self._submit_all, specs, mail.handler(inbox))
+            threads = self._compiling if has_grammar else self._submitting  # no other waits for a grammar
+            submitting = threads.submit(self._submit_all, specs, mail.handler(inbox))
             try:
-                unfinished = await asyncio.shield(submitting)
+                unfinished = await asyncio.shield(asyncio.wrap_future(submitting))
             except asyncio.CancelledError:
-                submitting.add_done_callback(withdraw)  # it goes on in its thread, and must not leave requests behind
+                submitting.cancel()
+                submitting.add_done_callback(withdraw)  # one that has begun goes on, and must leave no requests behind
                 raise
             try:
                 while unfinished:
@@ -331,7 +339,8 @@ class ContinuousBatchingManager:
         """Give every output of a request to `callback` instead of storing it.
 
         Registered inside a running asyncio loop, the callback runs in that loop; else in the engine's thread, where it
-        must be quick. What it raises is logged.
+        must be quick, and for outputs that are stored already, and what comes meanwhile, in the caller's, before this
+        returns. What it raises is logged.
         """
         try:
             loop = asyncio.get_running_loop()
@@ -361,6 +370,11 @@ class ContinuousBatchingManager:
         """The longest request, prompt and answer together, that model and cache can take."""
         return min(self._facts.shape.max_length, self._facts.max_request_tokens)
 
+    def num_samples(self, spec: RequestSpec) -> int:
+        """Final outputs that a request will have, if it can be served."""
+        asked = spec.sampling.get("n")
+        return 1 if spec.score_from is not None else asked if isinstance(asked, int) else self._defaults.params.n
+
     def describe(self) -> str:
         """One line: the model, the path it runs on, and every figure that was resolved."""
         return self._facts.description
@@ -381,11 +395,6 @@ class ContinuousBatchingManager:
     def _new_ids(self, count: int) -> list[str]:
         fresh = (i for i in map("req_{}".format, self._id_numbers) if not self._router.knows(i))
         return list(itertools.islice(fresh, count))
-
-    def num_samples(self, spec: RequestSpec) -> int:
-        """Final outputs that a request will have, if it can be served."""
-        asked = spec.sampling.get("n")
-        return 1 if spec.score_from is not None else asked if isinstance(asked, int) else self._defaults.params.n
 
     def _add_specs(self, specs: Sequence[RequestSpec], handler: ResultHandler | None) -> list[list[str]]:
         """The ids of each one's samples; none at all, when the manager is stopping or stopped."""
@@ -412,7 +421,8 @@ class ContinuousBatchingManager:
         """An output with its index; a final one is no longer among the unfinished."""
         index = unfinished[output.request_id]
         if output.is_finished():
-            self._thread.check()
+            if output.error is not None:
+                self._thread.check()  # it may have failed with all others
             del unfinished[output.request_id]
         return index, output
 

@@ -127,7 +127,7 @@ class OutputRouter:
         self._expected: set[str] = set()
         self._stored: OrderedDict[int, GenerationOutput] = OrderedDict()
         self._stored_of: defaultdict[str, deque[int]] = defaultdict(deque)  # keys into _stored, oldest first
-        self._num_stored = 0
+        self._next_key = 0
         self._waited_for: Counter[str] = Counter()
         self._handlers: dict[str, ResultHandler] = {}
         self._listeners: set[Callable[[], object]] = set()
@@ -194,9 +194,9 @@ class OutputRouter:
             _call(handler, output)
 
     def _store(self, output: GenerationOutput) -> None:
-        self._stored[self._num_stored] = output
-        self._stored_of[output.request_id].append(self._num_stored)
-        self._num_stored += 1
+        self._stored[self._next_key] = output
+        self._stored_of[output.request_id].append(self._next_key)
+        self._next_key += 1
 
     def announce(self) -> None:
         """Wake who waits for outputs, or for their end."""

@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from jinja2 import TemplateError
@@ -22,8 +23,10 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     Raises:
         InvalidValueError: the text holds half of a character.
     """
-    if any("\ud800" <= character <= "\udfff" for character in text):
-        raise InvalidValueError("prompt is not Unicode text: it holds a lone surrogate")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidValueError("prompt is not Unicode text: it holds a lone surrogate") from error
     return list(tokenizer(text, **_QUIET)["input_ids"])
 
 
@@ -67,8 +70,13 @@ def _apply_template(
         raise InvalidValueError("this model's tokenizer has no chat template: give plain prompts instead of messages")
     if not messages or not all(isinstance(m, dict) and "role" in m and "content" in m for m in messages):
         raise InvalidValueError(f"messages={messages!r} is not allowed: it must be dicts with role and content")
+    try:
+        "".join(str(message["content"]) for message in messages).encode()
+    except UnicodeEncodeError as error:
+        raise InvalidValueError("messages are not Unicode text: they hold a lone surrogate") from error
     template = template or {}
-    reserved = sorted(template.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys())
+    own = {"self", "messages", *inspect.signature(tokenizer.apply_chat_template).parameters}
+    reserved = sorted(template.keys() & own)
     if reserved:
         raise InvalidValueError(f"template has {reserved[0]!r}, which is not for a chat template to say")
     settings = {
@@ -111,6 +119,13 @@ _SPACE = "▁"  # as SentencePiece writes it
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # SentencePiece's
 
 
+@lru_cache(maxsize=8)  # by tokenizer, for each of which it takes as long as many tokens
+def _byte_ids(tokenizer: Any) -> frozenset[int]:
+    """Ids of the tokens that are bytes."""
+    found = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
+    return frozenset(found) - {None, getattr(tokenizer, "unk_token_id", None)}
+
+
 class IncrementalDecoder:
     """Text piece by piece as tokens come; the pieces together are what `decode` gives for all of them.
 
@@ -125,8 +140,7 @@ class IncrementalDecoder:
         self._last = 0  # where the tokens of the last piece begin
         self._given = 0  # and where they end
         self._given_text = ""  # of all before that end
-        bytes_as_ids = tokenizer.convert_tokens_to_ids([f"<0x{byte:02X}>" for byte in range(256)])
-        self._byte_ids = set(bytes_as_ids) - {None, getattr(tokenizer, "unk_token_id", None)}
+        self._byte_ids = _byte_ids(tokenizer)
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that the new tokens complete, perhaps none."""

@@ -155,6 +155,17 @@ def test_equal_grammars_are_compiled_once_and_others_do_not_wait(
     assert all(isinstance(error, InvalidValueError) for error in told)
 
 
+@pytest.mark.slow
+def test_large_grammars_are_not_all_kept(smollm2_tokenizer: Any) -> None:
+    compiler = GrammarCompiler(smollm2_tokenizer, len(smollm2_tokenizer), [smollm2_tokenizer.eos_token_id])
+    for number in range(6):
+        compiler.grammar(SamplingParams(choice=[f"{number} {'x' * 200} {i}" for i in range(5000)]))
+    assert 1 <= len(compiler._kept) < 6
+    for number in range(3):
+        compiler.grammar(SamplingParams(choice=[f"{number}"]))
+    assert len(compiler._kept) > 3
+
+
 def test_one_grammar_at_a_time_and_never_without_a_tokenizer() -> None:
     with pytest.raises(InvalidValueError, match="json_schema and regex are not allowed together"):
         SamplingParams(json_schema={}, regex="a")

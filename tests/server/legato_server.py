@@ -1,15 +1,12 @@
 """A real server to test against."""
 
-import re
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Sequence
 
 import httpx
 import openai
+
+from legato.bench.served import Served
 
 KEY = "sk-secret"
 SETTINGS = ("--page-size", "16", "--max-queue-size", "64", "--num-blocks", "400")
@@ -24,16 +21,12 @@ class Server:
     """
 
     def __init__(self, *options: str, settings: Sequence[str] = SETTINGS) -> None:
-        command = [sys.executable, "-m", "legato.cli", "serve", "smollm2", "--port", "0", *settings, *options]
-        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        assert self.process.stderr is not None
-        self.log = ""
-        while not (found := re.search(r"serving smollm2 on (http://[0-9.:]+[0-9])", self.log)):
-            line = self.process.stderr.readline()
-            assert line, self.log
-            self.log += line
-        self.url = found[1]
-        threading.Thread(target=self._read_log, daemon=True).start()  # a full pipe would stop it
+        self._served = Served(*settings, *options)
+        self.process, self.url = self._served.process, self._served.url
+
+    @property
+    def log(self) -> str:
+        return self._served.log
 
     def client(self, key: str = KEY) -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=120)
@@ -48,10 +41,4 @@ class Server:
         return False
 
     def stop(self) -> None:
-        self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(60) == 0
-
-    def _read_log(self) -> None:
-        assert self.process.stderr is not None
-        for line in self.process.stderr:
-            self.log += line
+        assert self._served.stop() == 0

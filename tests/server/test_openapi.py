@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from legato.server.reference import reference
+from legato.cli.reference import reference
 from tests.server.legato_server import KEY, Server
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference.md"
@@ -63,5 +63,8 @@ def test_fuzz(server: Server, tmp_path: Path) -> None:
     print(told.stdout)
     assert told.returncode == 0, told.stdout[-8000:] + told.stderr[-2000:]
     assert json.loads(report.read_text())
+    metrics = httpx.get(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}).text
+    generated = re.search(r"^legato_generated_tokens_total (\S+)$", metrics, re.MULTILINE)
+    assert generated is not None and float(generated[1]) > 100  # it was let in, and answered
     assert httpx.get(f"{server.url}/health").status_code == 200
     assert server.settles("legato_running 0.0")

@@ -19,15 +19,24 @@ import pytest
 from pydantic import BaseModel, ValidationError
 
 from legato import ContinuousBatchingConfig, ContinuousBatchingManager
+from legato.grammar import GrammarCompiler
 from legato.request import RequestSpec
 from legato.server import run as running
 from legato.server.errors import ApiError
 from legato.server.limits import Limits, OpenCalls
-from legato.server.protocol import ChatRequest, CompletionRequest, DetokenizeRequest, ResponsesRequest
-from legato.server.service import CONSTRAINTS_ELSEWHERE, MOST_PREPARING, Service
+from legato.server.protocol import (
+    CONSTRAINTS_ELSEWHERE,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponsesRequest,
+)
+from legato.server.service import MOST_PREPARING, Service
 from tests.server.legato_server import KEY, Server
 from tests.tiny import tiny_llama
 
+ENDLESS: Any = {"$ref": "#/$defs/a", "$defs": {"a": {"type": "object", "required": ["x"], "additionalProperties": False,
+                                                     "properties": {"x": {"$ref": "#/$defs/a"}}}}}  # fmt: skip
 LONG = {"prompt": "Once upon a time", "max_tokens": 2000, "ignore_eos": True}
 CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
 HEADERS = {"Authorization": f"Bearer {KEY}"}
@@ -55,7 +64,8 @@ def serving(manager: ContinuousBatchingManager, tokenizer: Any, **settings: Any)
 @pytest.fixture(scope="module")
 def open_server(smollm2_tokenizer: Any) -> Iterator[str]:
     config = ContinuousBatchingConfig(page_size=16, num_blocks=100, max_batch_tokens=256)
-    manager = ContinuousBatchingManager(tiny_llama(), continuous_batching_config=config)
+    model = tiny_llama(vocab_size=len(smollm2_tokenizer))
+    manager = ContinuousBatchingManager(model, continuous_batching_config=config, tokenizer=smollm2_tokenizer)
     with serving(manager, smollm2_tokenizer, limits=Limits(characters=5000)) as url:
         yield url
     manager.destroy()
@@ -128,7 +138,7 @@ def test_a_full_queue_says_when_to_come_again(manager: ContinuousBatchingManager
         refused = ids(url, max_tokens=2)
         assert refused.status_code == 429 and int(refused.headers["Retry-After"]) >= 1
         assert refused.json()["error"]["code"] == "queue_full"
-        several = ids(url, max_tokens=2, prompt=[[1], [2], [3], [4], [5]])
+        several = ids(url, max_tokens=2, prompt=[[1], [2], [3], [4]])
         assert several.status_code == 429
     assert [call.result(30).status_code for call in calls] == [200] * 4
 
@@ -212,7 +222,7 @@ def test_a_timeout_holds_for_whoever_reads_slowly(manager: ContinuousBatchingMan
         asked.timeout, asked.max_tokens, asked.ignore_eos = 0.5, 2000, True
         count = 0
         with pytest.raises(ApiError) as caught:
-            async for _ in service.run(asked, service.specs(asked, [[1]], 1), service.deadline(asked)):
+            async for _ in service.run(asked, service.specs(asked, [[1]]), service.deadline(asked.timeout)):
                 count += 1
                 await asyncio.sleep(0.02)
         assert caught.value.status == 408 and caught.value.headers["X-Should-Retry"] == "false"
@@ -290,6 +300,13 @@ def test_strict_refuses_what_it_does_not_know(manager: ContinuousBatchingManager
         assert ids(url, max_tokens=1, user="me").status_code == 200
         told = ids(url, max_tokens=1, stream=True, stream_options={"include_everything": True})
         assert told.status_code == 400 and told.json()["error"]["param"] == "stream_options.include_everything"
+        for path, asked, field in (
+            ("/tokenize", {"prompt": "x", "no_such_field": 1}, "no_such_field"),
+            ("/detokenize", {"tokens": [5], "no_such_field": 1}, "no_such_field"),
+            ("/v1/responses", {"input": "x", "text": {"no_such_field": 1}}, "text.no_such_field"),
+        ):
+            told = httpx.post(url + path, json=asked)
+            assert told.status_code == 400 and told.json()["error"]["param"] == field
         assert ids(url, max_tokens=1, stream=True, stream_options={"include_obfuscation": True}).status_code == 200
 
 
@@ -297,6 +314,28 @@ def test_strict_refuses_what_it_does_not_know(manager: ContinuousBatchingManager
     ("path", "field", "asked"),
     [
         *(("/v1/completions", name, {"prompt": "x", name: {"type": "object"}}) for name in CONSTRAINTS_ELSEWHERE),
+        ("/v1/chat/completions", "response_format",
+         {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object", "schema": {}}}),
+        ("/v1/chat/completions", "json_schema",
+         {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"},
+          "json_schema": {}}),
+        ("/v1/responses", "text", {"input": "x", "text": {"format": {"type": "text", "schema_of": {}}}}),
+        ("/v1/completions", "grammar", {"prompt": "x", "max_tokens": 3, "grammar": 'start: "a" start'}),
+        ("/v1/completions", "json_schema", {"prompt": "x", "max_tokens": 3, "json_schema": ENDLESS}),
+        ("/v1/responses", "text",
+         {"input": "x", "text": {"format": {"type": "json_schema", "name": "a", "schema": ENDLESS}}}),
+        ("/v1/responses", "text", {"input": "x", "text": {"format": {"type": "json_schema", "name": "a"}}}),
+        ("/v1/chat/completions", "grammar",
+         {"messages": [{"role": "user", "content": "x"}], "tool_choice": "none", "grammar": "bad",
+          "tools": [{"type": "function", "function": {"name": "f"}}]}),
+        ("/v1/chat/completions", "top_logprobs",
+         {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3}),
+        ("/v1/chat/completions", "chat_template_kwargs",
+         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 5}}),
+        ("/v1/chat/completions", "chat_template_kwargs",
+         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"self": 5}}),
+        ("/v1/completions", "stop", {"prompt": "x", "stop": ["max_new_tokens=5", ""]}),
+        ("/v1/completions", "n", {"prompt": [1], "n": -5, "timeout": 1e-9}),
         ("/v1/completions", "prompt", {"prompt": "\ud800"}),
         ("/v1/completions", "prompt", {"prompt": ["x", "long " * 2000]}),
         ("/v1/completions", "prompt", {"prompt": [5] * 500, "max_tokens": 2000}),
@@ -312,6 +351,7 @@ def test_strict_refuses_what_it_does_not_know(manager: ContinuousBatchingManager
         ("/v1/responses", "input", {"input": [{"type": "picture"}]}),
         ("/v1/responses", "input", {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
         ("/v1/responses", "input", {"input": []}),
+        ("/v1/responses", "input", {"input": [{"role": 5}]}),
         ("/v1/responses", "input", {"input": "\ud800"}),
         ("/v1/responses", "input", {"input": "long " * 2000}),
         ("/v1/responses", "max_output_tokens", {"input": "x", "max_output_tokens": 0}),
@@ -328,6 +368,10 @@ def test_the_field_at_fault_is_named_as_the_client_calls_it(
     assert told.status_code == 400 and told.json()["error"]["param"] == field, told.text[:500]
     is_long = "long long" in json.dumps(asked)
     assert ("characters" in told.json()["error"]["message"]) is is_long, told.text  # it was not even tokenized
+    assert "<state>" not in told.text and len(told.text) < 1000
+    if "stop" in asked:
+        assert "max_new_tokens=5" in told.text  # as it was given
+        return
     ours = ("input_ids", "max_new_tokens", *({"max_tokens"} - {field} if "max_output_tokens" in asked else ()))
     assert not any(name in told.json()["error"]["message"] for name in ours), told.text
     assert len(told.text) < 1000  # not all that was sent, back again
@@ -339,7 +383,7 @@ class SlowTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer, self.goes_on, self.begun = tokenizer, threading.Event(), list[str]()
 
-    def __call__(self, text: str) -> Any:
+    def __call__(self, text: str, **_: Any) -> Any:
         self.begun.append(text)
         assert self.goes_on.wait(60)
         return {"input_ids": [5]}
@@ -348,36 +392,87 @@ class SlowTokenizer:
         return getattr(self._tokenizer, name)
 
 
+@contextmanager
+def draining(manager: ContinuousBatchingManager, tokenizer: Any) -> Iterator[tuple[str, Service, Any]]:
+    """A server in this process that is to end by itself: its address, its service, and what sends it a signal."""
+    with manager.session():
+        service = Service(manager, tokenizer, "tiny")
+        urls, is_up = list[str](), threading.Event()
+        server = running.new_server(service, "127.0.0.1", 0, 1.0, lambda url: (urls.append(url), is_up.set()))
+        thread = threading.Thread(target=server.run)
+        thread.start()
+        assert is_up.wait(30)
+        try:
+            yield urls[0], service, lambda: server.handle_exit(signal.SIGTERM, None)
+        finally:
+            thread.join(30)
+            assert not thread.is_alive()
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize"])
 def test_what_is_still_tokenized_is_given_up_with_its_client_and_told_of_the_end(
     manager: ContinuousBatchingManager, smollm2_tokenizer: Any, path: str
 ) -> None:
     slow = SlowTokenizer(smollm2_tokenizer)
-    with manager.session():
-        service = Service(manager, slow, "tiny")
-        server = running.new_server(service, "127.0.0.1", 0, 1.0, lambda url: (urls.append(url), is_up.set()))
-        urls, is_up = list[str](), threading.Event()
-        thread = threading.Thread(target=server.run)
-        thread.start()
+    with draining(manager, slow) as (url, service, terminate), ThreadPoolExecutor() as threads:
         try:
-            assert is_up.wait(30)
             for _ in range(12):  # clients that leave, more than there are threads
                 with suppress(httpx.TimeoutException):
-                    httpx.post(urls[0] + path, json={"prompt": "left"}, timeout=0.2)
-            with ThreadPoolExecutor() as threads:
-                stays = threads.submit(httpx.post, urls[0] + path, json={"prompt": "stays"}, timeout=60)
-                deadline = time.monotonic() + 10
-                while service.open_calls.number != 1 and time.monotonic() < deadline:
-                    time.sleep(0.01)
-                assert service.open_calls.number == 1  # of those who left there is none
-                server.handle_exit(signal.SIGTERM, None)
-                told = stays.result(30)
+                    httpx.post(url + path, json={"prompt": "left"}, timeout=0.2)
+            stays = threads.submit(httpx.post, url + path, json={"prompt": "stays"}, timeout=60)
+            deadline = time.monotonic() + 10
+            while service.open_calls.number != 1 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            assert service.open_calls.number == 1  # of those who left there is none
+            terminate()
+            told = stays.result(30)
             assert told.status_code == 503 and told.json()["error"]["code"] == "shutting_down"
             assert slow.begun.count("left") <= MOST_PREPARING  # and what had not begun never does
         finally:
             slow.goes_on.set()
-            thread.join(30)
-            assert not thread.is_alive()
+
+
+def test_whatever_a_call_waits_for_it_is_told_of_the_end(
+    smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A grammar, the rest of its own body, and its turn; and who has had a part of a stream is told there."""
+    goes_on, compile_it = threading.Event(), GrammarCompiler._compiled
+
+    def slowly(compiler: GrammarCompiler, name: str, text: str) -> Any:
+        assert goes_on.wait(60)
+        return compile_it(compiler, name, text)
+
+    monkeypatch.setattr(GrammarCompiler, "_compiled", slowly)
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=400, max_batch_tokens=256)
+    model = tiny_llama(vocab_size=len(smollm2_tokenizer))
+    manager = ContinuousBatchingManager(model, continuous_batching_config=config, tokenizer=smollm2_tokenizer)
+
+    def half_a_body(url: str) -> bytes:
+        host, port = url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port)), timeout=30) as sock:
+            sock.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
+            return b"".join(iter(lambda: sock.recv(4096), b""))
+
+    try:
+        with draining(manager, smollm2_tokenizer) as (url, service, terminate), ThreadPoolExecutor(8) as threads:
+            compiling = [threads.submit(ids, url, max_tokens=4, regex="[ab]{2}") for _ in range(3)]
+            sending = threads.submit(half_a_body, url)
+            long = {"max_tokens": 3000, "min_tokens": 3000}
+            whole, stream = threads.submit(ids, url, **long), threads.submit(ids, url, stream=True, **long)
+            deadline = time.monotonic() + 10
+            while service.open_calls.number < 6 and time.monotonic() < deadline:
+                time.sleep(0.01)
+            time.sleep(0.2)
+            terminate()
+            time.sleep(0.1)
+            terminate()
+            for call in (*compiling, whole):
+                assert call.result(10).status_code == 503
+                assert call.result().json()["error"]["code"] == "shutting_down"
+            assert b"503" in sending.result(10).partition(b"\r\n")[0] and b"shutting_down" in sending.result()
+            assert "shutting_down" in stream.result(10).text and stream.result().text.endswith("data: [DONE]\n\n")
+    finally:
+        goes_on.set()
 
 
 def test_streams_in_longer_parts(smollm2_tokenizer: Any) -> None:
@@ -391,7 +486,34 @@ def test_streams_in_longer_parts(smollm2_tokenizer: Any) -> None:
     assert "".join(piece["text"] for piece in pieces) == whole and pieces[-1]["finish_reason"] == "length"
 
 
+def test_who_asks_for_no_grammar_waits_for_none(smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    goes_on, compile_it = threading.Event(), GrammarCompiler._compiled
+
+    def slowly(compiler: GrammarCompiler, name: str, text: str) -> Any:
+        assert goes_on.wait(60)
+        return compile_it(compiler, name, text)
+
+    monkeypatch.setattr(GrammarCompiler, "_compiled", slowly)
+    config = ContinuousBatchingConfig(page_size=16, num_blocks=400, max_batch_tokens=256)
+    model = tiny_llama(vocab_size=len(smollm2_tokenizer))
+    manager = ContinuousBatchingManager(model, continuous_batching_config=config, tokenizer=smollm2_tokenizer)
+    with serving(manager, smollm2_tokenizer) as url, ThreadPoolExecutor(40) as threads:
+        slow = [threads.submit(ids, url, max_tokens=4, regex="[ab]{2}") for _ in range(40)]
+        try:
+            time.sleep(0.5)
+            assert all(ids(url, max_tokens=4).status_code == 200 for _ in range(3))
+            assert not any(call.done() for call in slow)
+        finally:
+            goes_on.set()
+        texts = [call.result(60).json()["choices"][0]["text"] for call in slow]
+    assert all(set(text) <= {"a", "b"} and len(text) == 2 for text in texts)
+
+
 def test_prompts_and_choices_are_bounded(manager: ContinuousBatchingManager, smollm2_tokenizer: Any) -> None:
+    with serving(manager, smollm2_tokenizer, limits=Limits(prompts=8)) as url:  # of which max_queue_size takes 4
+        for wrong, param in (({"prompt": [[1]] * 5}, "prompt"), ({"n": 5}, "n"), ({"prompt": [[1]] * 3, "n": 2}, "n")):
+            told = ids(url, max_tokens=1, **wrong)
+            assert told.status_code == 400 and told.json()["error"]["param"] == param, told.text
     with serving(manager, smollm2_tokenizer, limits=Limits(prompts=3, choices=4)) as url:
         for wrong, param in (
             ({"prompt": [[1]] * 4}, "prompt"),
@@ -473,6 +595,7 @@ def test_who_is_cancelled_while_submitting_leaves_no_request_behind(manager: Con
         while manager._thread._unfinished and time.monotonic() < deadline:
             time.sleep(0.01)
         assert not manager._thread._unfinished
+        assert manager.stats.num_generated_tokens < 3000
 
 
 def test_an_address_in_use_is_told_before_the_model_is_loaded() -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AttentionInterface
 
 from legato.attention.eager import attend_eager
@@ -106,7 +106,7 @@ class PagedAttention:
 
 
 def paged_attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -125,7 +125,7 @@ def paged_attention(
     if attention_mask is not None:
         others["attention_mask"] = attention_mask
     call = AttentionCall(
-        layer=int(module.layer_idx),  # type: ignore[arg-type]
+        layer=int(module.layer_idx),
         query=query,
         key=key,
         value=value,

@@ -99,12 +99,12 @@ def serve(
             ),
         )
         facts = llm.manager.describe()
-        is_forced = run(
+        status = run(
             service, host, port, drain_timeout,
             ready=lambda url: typer.echo(f"legato: serving {service.model} on {url} ({facts})", err=True),
         )  # fmt: skip
-        if is_forced:
-            os._exit(1)  # not even the step under way is waited for, which may take a minute
+        if status is not None:
+            os._exit(status)  # neither the step under way nor a grammar is waited for, which may take a minute
 
 
 def _check_address(host: str, port: int) -> None:

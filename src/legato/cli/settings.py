@@ -48,7 +48,8 @@ def with_settings(**own_texts: str) -> Callable[[Command], Command]:
         signature = inspect.signature(command)
         own = [one for one in signature.parameters.values() if one.kind is not inspect.Parameter.VAR_KEYWORD]
         flags = [_flag(one, types[one.name], texts.get(one.name, "")) for one in config_flags()]
-        command.__signature__ = signature.replace(parameters=own + flags)  # type: ignore[attr-defined]
+        flagged: Any = command
+        flagged.__signature__ = signature.replace(parameters=own + flags)
         return command
 
     return with_flags

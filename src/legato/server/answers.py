@@ -11,8 +11,6 @@ from legato.request import GenerationOutput, TokenLogprobs
 from legato.server.tools import ToolCallReader, ToolStyle
 from legato.text import OutputPieces, decode, token_bytes
 
-FINISH_REASONS = {"stop": "stop", "length": "length"}
-
 
 @dataclass
 class Usage:
@@ -166,8 +164,7 @@ class ToolCalls:
 
     def finish_reason(self, output: GenerationOutput) -> str | None:
         """Of a final output; None for others."""
-        reason = FINISH_REASONS.get(output.finish_reason or "")
-        return "tool_calls" if reason == "stop" and self.number else reason
+        return "tool_calls" if output.finish_reason == "stop" and self.number else output.finish_reason
 
 
 class ChatForm:
@@ -251,22 +248,27 @@ class TextForm:
     def choice(self, choice: ChoiceText, output: GenerationOutput) -> dict[str, Any]:
         text, new = choice.push(output)
         tokens: list[Any] = list(new)
+        start = 0
         if self._echo and choice.index not in self._places:
             prompt, prompt_tokens = with_prompt(self._tokenizer, output)
             text, tokens = prompt + text, prompt_tokens + tokens
-        places = self._places.setdefault(choice.index, TokenPlaces(self._tokenizer))
-        reason = FINISH_REASONS.get(output.finish_reason or "")
+            start = 0 if prompt_tokens else len(prompt)  # only the first sample has them
+        places = self._places.setdefault(choice.index, TokenPlaces(self._tokenizer, start))
         logprobs = text_logprobs(self._tokenizer, tokens, places)
-        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": output.finish_reason}
 
 
 class TokenPlaces:
-    """Where tokens begin in a text, in characters, while they come; one inside a character begins where that does."""
+    """Where tokens begin in a text, in characters, while they come; one inside a character begins where that does.
 
-    def __init__(self, tokenizer: Any) -> None:
+    Args:
+        start: where the first of them begins.
+    """
+
+    def __init__(self, tokenizer: Any, start: int) -> None:
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._length = 0
+        self._length = start
 
     def next(self, token_id: int) -> int:
         """Of the token that comes next."""

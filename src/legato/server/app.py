@@ -5,14 +5,12 @@ from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
-from pydantic import ValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 
 from legato.errors import LegatoError
-from legato.server.beside import Deadline
 from legato.server.completions import add_completions
-from legato.server.conversation import encode_messages
+from legato.server.conversation import tokenize
 from legato.server.errors import ApiError
 from legato.server.limits import BODY_TOO_LARGE, Gate, refuse
 from legato.server.openapi import describe
@@ -21,7 +19,7 @@ from legato.server.protocol import DetokenizeRequest, TokenizeRequest
 from legato.server.responses import add_responses
 from legato.server.service import Service
 from legato.server.streaming import unless_gone
-from legato.text import decode, encode
+from legato.text import decode
 
 
 def create_app(service: Service) -> FastAPI:
@@ -55,11 +53,6 @@ def _add_errors(app: FastAPI) -> None:
             return refuse(ApiError(400, f"Content-Type is {kind!r}: it must be application/json"))
         return refuse(ApiError(400, f"{'.'.join(where) or 'the body'}: {first['msg']}", where[0] if where else None))
 
-    @app.exception_handler(ValidationError)
-    async def wrong_conversion(request: Request, error: ValidationError) -> JSONResponse:
-        first = error.errors()[0]  # of what one form of a call becomes in another
-        return refuse(ApiError(400, f"{'.'.join(map(str, first['loc']))}: {first['msg']}"))
-
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         code = {413: BODY_TOO_LARGE}.get(error.status_code, "http_error")
@@ -91,12 +84,12 @@ def _add_facts(app: FastAPI, service: Service) -> None:
         return _model_card(service)
 
     @app.post("/tokenize")
-    async def tokenize(request: Request, asked: TokenizeRequest) -> Response:
+    async def tokenize_text(request: Request, asked: TokenizeRequest) -> Response:
         """Token ids of a text or a conversation."""
         return await unless_gone(request, _tokenize(service, asked))
 
     @app.post("/detokenize")
-    async def detokenize(request: Request, asked: DetokenizeRequest) -> Response:
+    async def detokenize_ids(request: Request, asked: DetokenizeRequest) -> Response:
         """The text of token ids."""
         return await unless_gone(request, _detokenize(service, asked))
 
@@ -129,24 +122,17 @@ def _model_card(service: Service) -> dict[str, Any]:
 
 
 async def _tokenize(service: Service, asked: TokenizeRequest) -> Response:
-    for name, given in asked.model_dump(include={"prompt", "messages"}).items():
-        service.refuse_long(name, given)
-    deadline = Deadline.after(service.limits.seconds)
-    if asked.prompt is not None and asked.messages is None:
-        encoding = service.tokenizing.run(encode, service.tokenizer, asked.prompt, deadline=deadline)
-    elif asked.messages is not None and asked.prompt is None:
-        encoding = service.tokenizing.run(encode_messages, service.tokenizer, asked.messages, deadline=deadline)
-    else:
-        raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
-    tokens = await encoding
-    return JSONResponse({"tokens": tokens, "count": len(tokens), "max_model_len": service.manager.max_tokens})
+    headers, deadline = service.check(asked), service.deadline()
+    tokens = await service.tokenizing.run(tokenize, service.tokenizer, asked, service.limits, deadline=deadline)
+    told = {"tokens": tokens, "count": len(tokens), "max_model_len": service.manager.max_tokens}
+    return JSONResponse(told, headers=headers)
 
 
 async def _detokenize(service: Service, asked: DetokenizeRequest) -> Response:
+    headers, deadline = service.check(asked), service.deadline()
     size = len(service.tokenizer)
     bad = [token_id for token_id in asked.tokens if not 0 <= token_id < size]
     if bad:
         raise ApiError(400, f"tokens has {bad[0]}: the tokenizer knows 0 to {size - 1}", "tokens")
-    deadline = Deadline.after(service.limits.seconds)
     text = await service.tokenizing.run(decode, service.tokenizer, asked.tokens, deadline=deadline)
-    return JSONResponse({"prompt": text})
+    return JSONResponse({"prompt": text}, headers=headers)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from legato.errors import InvalidValueError
-from legato.server.errors import ApiError, shutting_down
+from legato.server.errors import ApiError
 
 Made = TypeVar("Made")
 
@@ -45,8 +45,6 @@ class Beside:
 
     def __init__(self, num_threads: int, name: str) -> None:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix=name)
-        self._waits: set[asyncio.Future[Any]] = set()
-        self._has_ended = False
 
     async def run(
         self, make: Callable[..., Made], *given: Any, deadline: Deadline, renamed: Mapping[str, str] | None = None
@@ -58,10 +56,9 @@ class Beside:
             renamed: what fields are called in the call, where that is not their own name.
 
         Raises:
-            ApiError: something is wrong with what is given, it is too late, or the server ends.
+            ApiError: something is wrong with what is given, or it is too late.
         """
         making = asyncio.get_running_loop().run_in_executor(self._threads, make, *given)
-        self._waits.add(making)
         try:
             async with asyncio.timeout_at(deadline.at):
                 return await making
@@ -69,15 +66,3 @@ class Beside:
             raise ApiError.invalid(str(error), renamed) from error
         except TimeoutError as error:
             raise deadline.error() from error
-        except asyncio.CancelledError:
-            if self._has_ended:
-                raise shutting_down() from None
-            raise
-        finally:
-            self._waits.discard(making)
-
-    def end(self) -> None:
-        """In the loop: nobody waits any more."""
-        self._has_ended = True
-        for making in self._waits:
-            making.cancel()

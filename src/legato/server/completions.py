@@ -20,8 +20,6 @@ from legato.text import encode
 
 Told = TypeVar("Told")
 
-DEFAULT_CHAT_TOKENS = 1024
-DEFAULT_TEXT_TOKENS = 16
 MOST_AT_ONCE = 32  # log-probabilities that are told in the loop
 
 
@@ -40,23 +38,24 @@ def add_completions(app: FastAPI, service: Service) -> None:
 
 
 async def _chat(service: Service, asked: ChatRequest) -> Response:
-    headers, deadline = service.check(asked), service.deadline(asked)
-    for name, given in asked.model_dump(include={"messages", "tools"}).items():
-        service.refuse_long(name, given)
-    chat = await service.preparing.run(prepare, service.tokenizer, asked, deadline=deadline, renamed=asked.renamed())
-    specs = service.specs(asked, [chat.prompt], DEFAULT_CHAT_TOKENS, chat.sampling)
+    headers, deadline = service.check(asked), service.deadline(asked.timeout)
+    chat = await service.preparing.run(
+        prepare, service.tokenizer, asked, service.limits, deadline=deadline, renamed=asked.renamed()
+    )
+    specs = service.specs(asked, [chat.prompt], chat.sampling)
     return await _answer(service, asked, specs, ChatForm(service.tokenizer, chat.style), headers, deadline)
 
 
 async def _complete(service: Service, asked: CompletionRequest) -> Response:
-    headers, deadline = service.check(asked), service.deadline(asked)
+    headers, deadline = service.check(asked), service.deadline(asked.timeout)
     prompts, most = asked.prompts(), service.limits.prompts
     if not 0 < len(prompts) <= most:
         raise ApiError(400, f"prompt has {len(prompts)} entries: it must have 1 to {most}", "prompt")
     if asked.best_of is not None and asked.best_of != (asked.n or 1):
         raise ApiError(400, f"best_of={asked.best_of} is not allowed: it must be n, or left out", "best_of")
     for prompt in prompts:
-        service.refuse_long("prompt", prompt)
+        if isinstance(prompt, str):
+            service.limits.refuse_long("prompt", prompt)
     # One by one: of a client that has left, no more are begun.
     encoded = [
         await service.preparing.run(encode, service.tokenizer, prompt, deadline=deadline)
@@ -64,7 +63,7 @@ async def _complete(service: Service, asked: CompletionRequest) -> Response:
         else prompt
         for prompt in prompts
     ]
-    specs = service.specs(asked, encoded, DEFAULT_TEXT_TOKENS)
+    specs = service.specs(asked, encoded)
     return await _answer(service, asked, specs, TextForm(service.tokenizer, asked.echo), headers, deadline)
 
 
@@ -106,8 +105,8 @@ class Completion:
     def end(self) -> Iterable[dict[str, Any]]:
         return (self._envelope.chunk([], self._usage),) if self._with_usage else ()
 
-    def failed(self, error: ApiError) -> dict[str, Any]:
-        return error.as_dict()
+    def failed(self, error: ApiError) -> Iterable[dict[str, Any]]:
+        return (error.as_dict(),)
 
 
 async def _answer(

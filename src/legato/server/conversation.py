@@ -4,8 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from pydantic import ValidationError
+
 from legato.errors import InvalidValueError
 from legato.server.errors import ApiError
+from legato.server.limits import Limits
 from legato.server.protocol import (
     ChatRequest,
     Function,
@@ -14,9 +17,10 @@ from legato.server.protocol import (
     NamedFunction,
     NamedTool,
     ResponsesRequest,
+    TokenizeRequest,
 )
 from legato.server.tools import Tool, ToolStyle, tool_grammar, tool_prompt
-from legato.text import encode_chat
+from legato.text import encode, encode_chat
 
 
 @dataclass(frozen=True)
@@ -34,24 +38,27 @@ class Conversation:
     style: ToolStyle | None
 
 
-def prepare(tokenizer: Any, asked: ChatRequest) -> Conversation:
+def prepare(tokenizer: Any, asked: ChatRequest, limits: Limits) -> Conversation:
     """Encode a chat; its answer can call the tools that it may call, and none else.
 
     Raises:
         ApiError: it holds what cannot be served.
-        InvalidValueError: as of `encode_chat`.
+        InvalidValueError: it holds more text than `limits` allow, or as of `encode_chat`.
     """
     try:
-        return _prepare(tokenizer, asked)
+        messages = [_plain(message) for message in asked.messages]
+        limits.refuse_long("messages", messages)
+        limits.refuse_long("tools", [dict(tool.function) for tool in asked.tools or ()])
+        return _prepare(tokenizer, asked, messages)
     except RecursionError as error:
         raise InvalidValueError("the messages or tools are nested too deeply") from error
 
 
-def _prepare(tokenizer: Any, asked: ChatRequest) -> Conversation:
+def _prepare(tokenizer: Any, asked: ChatRequest, messages: Sequence[dict[str, Any]]) -> Conversation:
     tools = [] if asked.tool_choice == "none" else [_tool(one.function) for one in asked.tools or ()]
     if not tools and asked.tool_choice not in ("none", "auto"):
         raise ApiError(400, "tool_choice needs tools to choose from", "tool_choice")
-    told = tool_prompt(tokenizer, plain_messages(asked.messages), tools)
+    told = tool_prompt(tokenizer, messages, tools)
     prompt = encode_chat(tokenizer, told.messages, told.template_tools, asked.chat_template_kwargs)
     sampling = asked.sampling()
     if not tools:
@@ -62,7 +69,7 @@ def _prepare(tokenizer: Any, asked: ChatRequest) -> Conversation:
         raise ApiError(400, f"{given[0]} is not allowed beside tools: their calls follow a grammar too", given[0])
     if content is not None:
         if style.starts_answer:
-            raise ApiError(400, "response_format is not allowed beside tools: this model's calls are JSON too", "tools")
+            raise InvalidValueError("json_schema is not allowed beside tools: this model's calls are JSON too")
         style = replace(style, starts_answer=True)
     is_required = asked.tool_choice != "auto"
     is_parallel = asked.parallel_tool_calls and not isinstance(asked.tool_choice, NamedTool)
@@ -70,35 +77,45 @@ def _prepare(tokenizer: Any, asked: ChatRequest) -> Conversation:
     return Conversation(prompt, {**sampling, "grammar": grammar}, style)
 
 
-def encode_messages(tokenizer: Any, messages: Sequence[Message]) -> list[int]:
-    """Token ids of a conversation, up to where its answer begins.
+def tokenize(tokenizer: Any, asked: TokenizeRequest, limits: Limits) -> list[int]:
+    """Token ids of a text, or of a conversation up to where its answer begins.
 
     Raises:
         ApiError, InvalidValueError: as of `prepare`.
     """
-    return prepare(tokenizer, ChatRequest(messages=list(messages))).prompt
+    if asked.messages is not None and asked.prompt is None:
+        return prepare(tokenizer, ChatRequest(messages=asked.messages), limits).prompt
+    if asked.prompt is None or asked.messages is not None:
+        raise ApiError(400, "prompt or messages must be given, and not both", "prompt")
+    limits.refuse_long("prompt", asked.prompt)
+    return encode(tokenizer, asked.prompt)
 
 
 def as_chat(asked: ResponsesRequest) -> ChatRequest:
     """A call of `/v1/responses` as a chat, of what makes its prompt and its sampling.
 
     Raises:
-        InvalidValueError: an item of a kind that is not known.
+        InvalidValueError: an item of a kind that is not known, or of another shape.
     """
     wanted, choice = asked.text.format, asked.tool_choice
     schema = None if wanted.definition is None else {"name": wanted.name, "schema": wanted.definition}
     named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
-    return ChatRequest.model_validate(
-        {
-            **asked.model_dump(include=set(GenerationRequest.model_fields), exclude_none=True),
-            "messages": _input_messages(asked.instructions, asked.input),
-            "response_format": {"type": wanted.type, "json_schema": schema},
-            "tools": [{"type": "function", "function": tool.model_dump(exclude={"type"})} for tool in asked.tools],
-            "tool_choice": named,
-            "parallel_tool_calls": asked.parallel_tool_calls,
-            "chat_template_kwargs": asked.chat_template_kwargs,
-        }
-    )
+    tools = [{name: value for name, value in tool if name != "type"} for tool in asked.tools]
+    fields = {
+        **{name: getattr(asked, name) for name in GenerationRequest.model_fields},
+        "messages": _input_messages(asked.instructions, asked.input),
+        "response_format": {"type": wanted.type, "json_schema": schema},
+        "tools": [{"type": "function", "function": tool} for tool in tools],
+        "tool_choice": named,
+        "parallel_tool_calls": asked.parallel_tool_calls,
+        "chat_template_kwargs": asked.chat_template_kwargs,
+    }
+    try:
+        return ChatRequest.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where, *inner = map(str, first["loc"])
+        raise InvalidValueError(f"{where} is not allowed: {'.'.join(inner)}: {first['msg']}") from error
 
 
 def _input_messages(instructions: str | None, given: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -140,17 +157,13 @@ def _input_text(content: Any) -> str:
     return "".join(texts)
 
 
-def plain_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """As chat templates know them: parts of text put together.
+def _plain(message: Message) -> dict[str, Any]:
+    """As chat templates know it: parts of text put together.
 
     Raises:
         ApiError: a part is no text.
     """
-    return [_plain(message) for message in messages]
-
-
-def _plain(message: Message) -> dict[str, Any]:
-    given = message.model_dump(exclude_none=True)
+    given = {name: value for name, value in message if value is not None}
     if message.role == "developer":  # what OpenAI calls it now, and no template knows
         given["role"] = "system"
     if isinstance(message.content, list):

@@ -10,6 +10,7 @@ from legato.sampling_params import SamplingParams
 RETRY_AFTER_SECONDS = 1
 _FIELDS = frozenset(SamplingParams.__dataclass_fields__) | {
     "messages", "prompt", "input", "cache_salt", "priority", "tools", "response_format", "chat_template_kwargs",
+    "top_logprobs",
 }  # fmt: skip
 _RENAMED = {"input_ids": "prompt", "min_new_tokens": "min_tokens", "max_new_tokens": "max_tokens",
             "template": "chat_template_kwargs"}  # fmt: skip
@@ -67,8 +68,7 @@ class ApiError(Exception):
         names = {**_RENAMED, **(renamed or {})}
         first = re.split("[= ]", message, maxsplit=1)[0]
         param = names.get(first, first if first in _FIELDS else None)
-        told = re.sub(r"^\w+|\b\w+(?==)", lambda name: names.get(name[0], name[0]), message)  # the limit's, too
-        return cls(400, told, param)
+        return cls(400, names.get(first, first) + message[len(first) :], param)
 
 
 def shutting_down() -> ApiError:

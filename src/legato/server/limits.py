@@ -2,14 +2,16 @@
 
 import asyncio
 import hmac
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.exceptions import HTTPException
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from legato.server.errors import ApiError
+from legato.errors import InvalidValueError
+from legato.server.errors import ApiError, shutting_down
 
 OPEN_PATHS = frozenset({"/", "/health", "/ready", "/version"})
 OPEN_FOLDER = "/page/"  # of the page, which asks for the key
@@ -36,12 +38,57 @@ class Limits:
     characters: int | None = None
     seconds: float | None = None
 
+    def refuse_long(self, name: str, given: Any) -> None:
+        """Refuse a text, or what holds texts, that cannot fit whatever its tokens are, before it is tokenized.
 
-@dataclass
+        Args:
+            name: of the field.
+
+        Raises:
+            InvalidValueError: it has too many characters.
+            RecursionError: it is nested too deeply.
+        """
+        found = 0 if self.characters is None else _num_characters(given)
+        if self.characters is not None and found > self.characters:
+            told = f"no more than {self.characters} can fit in the model's context"
+            raise InvalidValueError(f"{name} has {found} characters: {told}")
+
+
 class OpenCalls:
     """Calls that are being answered, from the first byte of their request to the last of their answer."""
 
-    number: int = 0
+    def __init__(self) -> None:
+        self._silent: set[asyncio.Task[Any]] = set()  # of whose answers nothing has been sent
+        self._has_ended = False
+        self.number = 0
+
+    async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """Count a call while `app` answers it; after `end` it is answered here, unless its answer has begun."""
+        task = asyncio.current_task()
+        assert task is not None
+
+        async def begun(message: Message) -> None:
+            self._silent.discard(task)
+            await send(message)
+
+        self.number += 1
+        self._silent.add(task)
+        try:
+            await app(scope, receive, begun)
+        except asyncio.CancelledError:
+            if not (self._has_ended and task in self._silent):
+                raise
+            task.uncancel()
+            await refuse(shutting_down())(scope, receive, send)
+        finally:
+            self._silent.discard(task)
+            self.number -= 1
+
+    def end(self) -> None:
+        """Give up, whatever they wait for, the calls whose answers have not begun: they are told so."""
+        self._has_ended = True
+        for task in self._silent:
+            task.cancel()
 
 
 class Gate:
@@ -69,11 +116,7 @@ class Gate:
         if refused is not None:
             await refuse(refused)(scope, receive, send)
             return
-        self._open_calls.number += 1
-        try:
-            await self._app(scope, self._bounded(receive), send)
-        finally:
-            self._open_calls.number -= 1
+        await self._open_calls.answer(self._app, scope, self._bounded(receive), send)
 
     def _bounded(self, receive: Receive) -> Receive:
         """What it receives, as long as the body is neither too large nor too slow."""
@@ -111,6 +154,14 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(413, f"the body is larger than {self._limits.body_bytes} bytes", code=BODY_TOO_LARGE)
+
+
+def _num_characters(given: Any) -> int:
+    """Of all texts in it."""
+    if isinstance(given, str):
+        return len(given)
+    inner = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
+    return sum(map(_num_characters, inner))
 
 
 def refuse(error: ApiError) -> JSONResponse:

@@ -155,7 +155,7 @@ def _responses(path: str, streams: bool, has_body: bool) -> Schema:
     if streams:
         statuses = list(_ERRORS)
     elif has_body:
-        statuses += ["400", "408", "413"]
+        statuses += ["400", "404", "408", "413", "503"]
     if path == "/v1/embeddings":
         return {status: _failure(_ERRORS[status]) for status in ("400", "401", "413")}
     if path in _PROBES:

@@ -1,7 +1,7 @@
 """What clients send, in OpenAI's terms: the shape is checked here, ranges where `SamplingParams` is made of it."""
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
@@ -17,13 +17,15 @@ _SAMPLING = (
     "frequency_penalty", "logit_bias", "n", "seed", "stop", "stop_token_ids", "ignore_eos",
     "include_stop_str_in_output", "json_schema", "regex", "choice", "grammar",
 )  # fmt: skip
-# What other servers call what an answer must be like.
+# What other servers, or other endpoints, call what an answer must be like.
 CONSTRAINTS_ELSEWHERE = {
     "structured_outputs": "json_schema, regex, choice or grammar",
     "guided_json": "json_schema",
     "guided_regex": "regex",
     "guided_choice": "choice",
     "guided_grammar": "grammar",
+    "response_format": "json_schema, or text.format of /v1/responses",
+    "text": "response_format of /v1/chat/completions, or json_schema",
 }
 MOST_TOOLS = 128
 MOST_FIELDS = 1000
@@ -56,24 +58,59 @@ class StreamOptions(BaseModel):
 class JsonSchema(BaseModel):
     """A named schema."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="forbid")
     name: str = "answer"
+    description: str | None = None
+    strict: bool | None = Field(default=None, description="It always is, here.")
     definition: dict[str, Any] = Field(default_factory=dict, alias="schema")
 
 
 class ResponseFormat(BaseModel):
-    """What the answer must be."""
+    """What the answer must be. What is not known is refused: nothing would hold the answer to it."""
 
+    model_config = ConfigDict(extra="forbid")
     type: Literal["text", "json_object", "json_schema"] = "text"
     json_schema: JsonSchema | None = None
 
 
-class GenerationRequest(BaseModel):
-    """What both kinds of request have: OpenAI's fields, and further ones by `SamplingParams`' names."""
+class Call(BaseModel):
+    """What all requests have."""
 
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_null(cls, given: Any) -> Any:
+        """Clients send null for what they leave out."""
+        if not isinstance(given, dict):
+            return given
+        if len(given) > MOST_FIELDS:
+            raise ValueError(f"there are {len(given)} fields: at most {MOST_FIELDS} are allowed")
+        return {name: value for name, value in given.items() if value is not None}
+
+    def nested(self) -> dict[str, BaseModel | None]:
+        """Objects in it whose unknown fields are told of too."""
+        return {}
+
+    def ignored_fields(self) -> list[str]:
+        """Names that were sent and mean nothing here, those apart that change nothing anywhere."""
+        inner = [
+            f"{name}.{one}" for name, given in self.nested().items() for one in (given and given.model_extra) or ()
+        ]
+        return sorted({*(self.model_extra or {}), *inner} - _WITHOUT_EFFECT)
+
+
+class GenerationRequest(Call):
+    """What answers are asked for by: OpenAI's fields, and further ones by `SamplingParams`' names.
+
+    Attributes:
+        default_tokens: new ones at most where the call does not say, as long as there is room.
+    """
+
+    default_tokens: ClassVar[int]
+
     stream: bool = False
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
@@ -87,7 +124,7 @@ class GenerationRequest(BaseModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     logit_bias: Annotated[dict[str, float] | None, BeforeValidator(_values((int, float), "a number"))] = None
-    n: int | None = None
+    n: int | None = Field(default=None, ge=1)
     seed: int | None = None
     stop: str | ListOf[str] | None = None
     stop_token_ids: ListOf[int] | None = None
@@ -100,16 +137,6 @@ class GenerationRequest(BaseModel):
     cache_salt: str | None = None
     priority: int = 0
     timeout: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_null(cls, given: Any) -> Any:
-        """Clients send null for what they leave out."""
-        if not isinstance(given, dict):
-            return given
-        if len(given) > MOST_FIELDS:
-            raise ValueError(f"there are {len(given)} fields: at most {MOST_FIELDS} are allowed")
-        return {name: value for name, value in given.items() if value is not None}
 
     def renamed(self) -> dict[str, str]:
         """What fields of `SamplingParams` are called here, where that is not their own name."""
@@ -132,11 +159,8 @@ class GenerationRequest(BaseModel):
         """Whether nothing is to be generated, and the prompt's log-probabilities are all that is wanted."""
         return False
 
-    def ignored_fields(self) -> list[str]:
-        """Names that were sent and mean nothing here, those apart that change nothing anywhere."""
-        options = {} if self.stream_options is None else self.stream_options.model_extra or {}
-        nested = [f"stream_options.{name}" for name in options]
-        return sorted({*(self.model_extra or {}), *nested} - _WITHOUT_EFFECT)
+    def nested(self) -> dict[str, BaseModel | None]:
+        return {"stream_options": self.stream_options}
 
 
 class Function(BaseModel):
@@ -183,6 +207,8 @@ class Message(BaseModel):
 class ChatRequest(GenerationRequest):
     """`POST /v1/chat/completions`."""
 
+    default_tokens: ClassVar[int] = 1024
+
     messages: ListOf[Message]
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
@@ -196,14 +222,27 @@ class ChatRequest(GenerationRequest):
     def renamed(self) -> dict[str, str]:
         schema = {} if self.json_schema is not None else {"json_schema": "response_format"}
         tokens = {} if self.max_completion_tokens is None else {"max_new_tokens": "max_completion_tokens"}
-        return {"input_ids": "messages", **tokens, **schema, **({"grammar": "tools"} if self.tools else {})}
+        return {
+            "input_ids": "messages",
+            "logprobs": "top_logprobs",
+            **tokens,
+            **schema,
+            **({"grammar": "tools"} if self.tools and self.tool_choice != "none" else {}),
+        }
 
     def sampling(self) -> dict[str, Any]:
         given = super().sampling()
         if self.logprobs:
             given["logprobs"] = self.top_logprobs or 0
+        elif self.top_logprobs:
+            raise InvalidValueError(f"top_logprobs={self.top_logprobs} is not allowed: it needs logprobs=True")
         schema = self.answer_schema()
-        return given if schema is None else {**given, "json_schema": schema}
+        if schema is None:
+            return given
+        if "json_schema" in given:
+            kind = None if self.response_format is None else self.response_format.type
+            raise InvalidValueError(f"json_schema is not allowed beside response_format={kind!r}")
+        return {**given, "json_schema": schema}
 
     def answer_schema(self) -> dict[str, Any] | None:
         """What `response_format` asks for."""
@@ -222,6 +261,8 @@ class ChatRequest(GenerationRequest):
 
 class CompletionRequest(GenerationRequest):
     """`POST /v1/completions`."""
+
+    default_tokens: ClassVar[int] = 16
 
     prompt: str | ListOf[str] | ListOf[int] | ListOf[ListOf[int]]
     logprobs: int | None = None
@@ -248,33 +289,34 @@ class CompletionRequest(GenerationRequest):
         return self.prompt  # type: ignore[return-value]
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Call):
     """`POST /tokenize`: a text, or a conversation up to where its answer begins."""
 
-    model: str | None = None
-    prompt: str | None = None
+    prompt: str | None = Field(default=None, description="A text; a conversation comes as `messages`.")
     messages: ListOf[Message] | None = None
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Call):
     """`POST /detokenize`."""
 
-    model: str | None = None
     tokens: ListOf[int]
 
 
 class TextFormat(BaseModel):
     """What the answer must be."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="forbid")
     type: Literal["text", "json_object", "json_schema"] = "text"
     name: str = "answer"
+    description: str | None = None
+    strict: bool | None = Field(default=None, description="It always is, here.")
     definition: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
 class TextSettings(BaseModel):
     """See OpenAI's reference."""
 
+    model_config = ConfigDict(extra="allow")
     format: TextFormat = Field(default_factory=TextFormat)
 
 
@@ -294,6 +336,8 @@ class NamedFunction(BaseModel):
 class ResponsesRequest(GenerationRequest):
     """`POST /v1/responses`. Nothing is kept: `input` is the whole conversation."""
 
+    default_tokens: ClassVar[int] = ChatRequest.default_tokens
+
     input: str | ListOf[dict[str, Any]]
     instructions: str | None = None
     max_output_tokens: int | None = None
@@ -312,10 +356,14 @@ class ResponsesRequest(GenerationRequest):
         return {
             "input_ids": "input",
             "messages": "input",
+            "response_format": "text",
             **tokens,
             **schema,
-            **({"grammar": "tools"} if self.tools else {}),
+            **({"grammar": "tools"} if self.tools and self.tool_choice != "none" else {}),
         }
 
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_output_tokens is None else self.max_output_tokens
+
+    def nested(self) -> dict[str, BaseModel | None]:
+        return {**super().nested(), "text": self.text}

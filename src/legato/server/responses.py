@@ -10,7 +10,6 @@ from fastapi import FastAPI, Request, Response
 
 from legato.request import GenerationOutput
 from legato.server.answers import ChoiceText, Usage
-from legato.server.completions import DEFAULT_CHAT_TOKENS
 from legato.server.conversation import as_chat, prepare
 from legato.server.errors import ApiError
 from legato.server.protocol import ResponsesRequest
@@ -30,15 +29,13 @@ def add_responses(app: FastAPI, service: Service) -> None:
 
 
 async def _respond(service: Service, asked: ResponsesRequest) -> Response:
-    headers, deadline = service.check(asked), service.deadline(asked)
+    headers, deadline = service.check(asked), service.deadline(asked.timeout)
     _refuse_state(asked)
     _refuse_unspeakable(asked)
-    for name, given in asked.model_dump(include={"input", "instructions", "tools"}).items():
-        service.refuse_long(name, given)
     chat = await service.preparing.run(
-        lambda: prepare(service.tokenizer, as_chat(asked)), deadline=deadline, renamed=asked.renamed()
+        lambda: prepare(service.tokenizer, as_chat(asked), service.limits), deadline=deadline, renamed=asked.renamed()
     )
-    specs = service.specs(asked, [chat.prompt], DEFAULT_CHAT_TOKENS, chat.sampling)
+    specs = service.specs(asked, [chat.prompt], chat.sampling)
     items = ResponseItems(asked, service.model, service.tokenizer, chat.style)
     return await tell(service, asked, specs, items, headers, deadline)
 
@@ -55,10 +52,10 @@ def _refuse_state(asked: ResponsesRequest) -> None:
 
 def _refuse_unspeakable(asked: ResponsesRequest) -> None:
     """What is told again with the answer must be JSON, in UTF-8: Python's parser takes more than that."""
-    for name, value in asked.model_dump(include={"instructions", "metadata", "text", "tools", "tool_choice"}).items():
+    for name in ("instructions", "metadata", "text", "tools", "tool_choice"):
         try:
-            json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-        except ValueError as error:
+            json.dumps(asked.model_dump(include={name}), ensure_ascii=False, allow_nan=False).encode()
+        except (ValueError, RecursionError) as error:
             raise ApiError(400, f"{name} holds what is no JSON in UTF-8: {error}", name) from error
 
 
@@ -81,6 +78,7 @@ class ResponseItems:
         self._created = int(time.time())
         self._items: list[dict[str, Any]] = []  # the last one is open until it is completed
         self._status = "in_progress"
+        self._error: dict[str, str] | None = None
         self._usage: Usage | None = None
         self._num_events = 0
 
@@ -101,8 +99,10 @@ class ResponseItems:
     def end(self) -> Iterable[Event]:
         return ()
 
-    def failed(self, error: ApiError) -> Event:
-        return self._event("error", code=error.code, message=str(error), param=error.param)
+    def failed(self, error: ApiError) -> Iterable[Event]:
+        self._status, self._error = "failed", {"code": error.code or "server_error", "message": str(error)}
+        yield self._event("error", code=error.code, message=str(error), param=error.param)
+        yield self._event("response.failed", response=self._response())
 
     def _event(self, kind: str, **content: Any) -> Event:
         """The next event of the stream."""
@@ -129,7 +129,7 @@ class ResponseItems:
             "object": "response",
             "created_at": self._created,
             "status": self._status,
-            "error": None,
+            "error": self._error,
             "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
             "model": self._model,
             "instructions": asked.instructions,

@@ -5,6 +5,7 @@ import logging
 import signal
 from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -26,46 +27,46 @@ class ImpatientProtocol(H11Protocol):
     Else such connections, and what is held for them, would stay for ever.
     """
 
-    _hang_up: asyncio.TimerHandle | None = None
-    _give_up: asyncio.TimerHandle | None = None
+    _head_timer: asyncio.TimerHandle | None = None
+    _read_timer: asyncio.TimerHandle | None = None
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        if self._give_up is None:
-            self._give_up = self.loop.call_later(READ_SECONDS, self.transport.abort)
+        if self._read_timer is None:
+            self._read_timer = self.loop.call_later(READ_SECONDS, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._read()
+        self._stop_read_timer()
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._watch()
+        self._watch_head()
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self._watch()
+        self._watch_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
-        self._forget()
-        self._read()
+        self._stop_head_timer()
+        self._stop_read_timer()
 
-    def _read(self) -> None:
-        if self._give_up is not None:
-            self._give_up.cancel()
-            self._give_up = None
+    def _stop_read_timer(self) -> None:
+        if self._read_timer is not None:
+            self._read_timer.cancel()
+            self._read_timer = None
 
-    def _watch(self) -> None:
+    def _watch_head(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
-            self._forget()
-        elif self._hang_up is None:
-            self._hang_up = self.loop.call_later(HEAD_SECONDS, self.transport.close)
+            self._stop_head_timer()
+        elif self._head_timer is None:
+            self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
-    def _forget(self) -> None:
-        if self._hang_up is not None:
-            self._hang_up.cancel()
-            self._hang_up = None
+    def _stop_head_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
 
 
 class DrainingServer(uvicorn.Server):
@@ -81,6 +82,7 @@ class DrainingServer(uvicorn.Server):
         self._service = service
         self._drain_timeout = drain_timeout
         self._hurries = False
+        self.ends_calls = False  # in the middle: nothing that goes on for them is to be waited for
         self._draining: asyncio.Future[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -92,10 +94,7 @@ class DrainingServer(uvicorn.Server):
             self._hurries = True
             return
         self._service.is_draining = True
-        told = "%s: %d calls run; they have %g seconds to finish, once more ends them now"
-        if self._service.open_calls.number:  # somebody may wonder what it waits for
-            logger.warning(told, signal.Signals(sig).name, self._service.open_calls.number, self._drain_timeout)
-        self._loop.call_soon_threadsafe(self._start_draining)
+        self._loop.call_soon_threadsafe(self._start_draining, signal.Signals(sig).name)
 
     async def startup(self, sockets: list | None = None) -> None:
         self._loop = asyncio.get_running_loop()
@@ -104,7 +103,10 @@ class DrainingServer(uvicorn.Server):
             host, port, *_ = self.servers[0].sockets[0].getsockname()
             self._ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
-    def _start_draining(self) -> None:
+    def _start_draining(self, why: str) -> None:
+        told = "%s: %d calls run; they have %g seconds to finish, once more ends them now"
+        if self._service.open_calls.number:  # somebody may wonder what it waits for
+            logger.warning(told, why, self._service.open_calls.number, self._drain_timeout)
         self._draining = asyncio.ensure_future(self._drain())
 
     async def _drain(self) -> None:
@@ -114,7 +116,8 @@ class DrainingServer(uvicorn.Server):
         while calls.number and loop.time() < deadline and not self._hurries:
             await asyncio.sleep(_LOOK_SECONDS)
         if calls.number:
-            self._service.end_waits()
+            self.ends_calls = True
+            self._service.open_calls.end()
             self._service.manager.stop(block=False, hard_stop=True)  # which gives each of them an error to tell
             deadline = loop.time() + _END_SECONDS
         while calls.number and loop.time() < deadline:
@@ -134,12 +137,12 @@ def new_server(
     return DrainingServer(config, service, drain_timeout, ready)
 
 
-def run(service: Service, host: str, port: int, drain_timeout: float, ready: Callable[[str], object]) -> bool:
+def run(service: Service, host: str, port: int, drain_timeout: float, ready: Callable[[str], object]) -> int | None:
     """Serve until a signal says otherwise; `ready` is told the address. The manager is stopped by its owner.
 
     Returns:
-        Whether it had to end in the middle of calls: nothing is to be waited for any more.
+        The exit status, if it had to end in the middle of calls: nothing that goes on is to be waited for; else None.
     """
     server = new_server(service, host, port, drain_timeout, ready)
     server.run()
-    return server.force_exit
+    return int(server.force_exit) if server.ends_calls or server.force_exit else None

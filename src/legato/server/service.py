@@ -14,7 +14,7 @@ from legato.server.beside import Beside, Deadline
 from legato.server.errors import ApiError, shutting_down
 from legato.server.limits import Limits, OpenCalls
 from legato.server.metrics import Metrics
-from legato.server.protocol import CONSTRAINTS_ELSEWHERE, GenerationRequest
+from legato.server.protocol import CONSTRAINTS_ELSEWHERE, Call, CompletionRequest, GenerationRequest
 
 IGNORED_HEADER = "X-Legato-Ignored-Fields"
 MOST_NAMED = 16
@@ -62,7 +62,7 @@ class Service:
     def is_ready(self) -> bool:
         return self.manager.is_running() and not self.is_draining
 
-    def check(self, asked: GenerationRequest) -> dict[str, str]:
+    def check(self, asked: Call) -> dict[str, str]:
         """Refuse what cannot be served at all.
 
         Returns:
@@ -88,53 +88,31 @@ class Service:
         ]
         return {IGNORED_HEADER: ", ".join(named[:MOST_NAMED])} if named else {}
 
-    def refuse_long(self, name: str, *given: Any) -> None:
-        """Refuse texts that cannot fit, whatever their tokens are, before they are tokenized.
-
-        Args:
-            name: of the field.
-            given: texts, and what holds texts.
-
-        Raises:
-            ApiError: there are too many characters in all.
-        """
-        found, most = _num_characters(given), self.limits.characters
-        if most is not None and found > most:
-            raise ApiError(
-                400, f"{name} has {found} characters: no more than {most} can fit in the model's context", name
-            )
-
-    def end_waits(self) -> None:
-        """Whoever waits for anything to be prepared is told that the server ends."""
-        self.preparing.end()
-        self.tokenizing.end()
-
-    def deadline(self, asked: GenerationRequest) -> Deadline:
-        """Of a call that has just come."""
-        return Deadline.after(min((s for s in (asked.timeout, self.limits.seconds) if s is not None), default=None))
+    def deadline(self, timeout: float | None = None) -> Deadline:
+        """Of a call that has just come; `timeout` is what it asks for, in seconds."""
+        return Deadline.after(min((s for s in (timeout, self.limits.seconds) if s is not None), default=None))
 
     def specs(
         self,
         asked: GenerationRequest,
         prompts: Sequence[list[int]],
-        default_tokens: int,
         sampling: Mapping[str, Any] | None = None,
     ) -> list[RequestSpec]:
         """A request for each prompt; whatever is wrong with the first is wrong with all.
 
         Args:
-            default_tokens: new ones at most where the call does not say, as long as there is room.
             sampling: what is set of `SamplingParams`; None: what the call says.
 
         Raises:
             ApiError: they are too many, or may have too few tokens.
         """
         num_choices = len(prompts) * (asked.n or 1)
-        if num_choices > self.limits.choices:
+        most = min(self.limits.choices, self.manager.config.max_queue_size or self.limits.choices)
+        if num_choices > most:
             raise ApiError(
                 400,
-                f"n={asked.n} is not allowed: {num_choices} choices in all are more than {self.limits.choices}",
-                "n",
+                f"there are {num_choices} choices to make, for each prompt n: at most {most} are allowed in a call",
+                "prompt" if asked.n in (None, 1) else "n",
             )
         only_scores = asked.only_scores()
         new_tokens = None if only_scores else asked.new_tokens()
@@ -142,12 +120,12 @@ class Service:
             name = asked.renamed().get("max_new_tokens", "max_tokens")
             told = f"{name}={new_tokens} is not allowed: it must be at least 1"
             scores = "; 0 is for completions with echo, logprobs and one choice"
-            raise ApiError(400, told + (scores if new_tokens == 0 else ""), name)
+            raise ApiError(400, told + (scores if isinstance(asked, CompletionRequest) else ""), name)
         room = max(1, self.manager.max_tokens - max(map(len, prompts), default=0))
         return [
             RequestSpec(
                 prompt,
-                None if only_scores else new_tokens or min(default_tokens, room),
+                None if only_scores else new_tokens or min(asked.default_tokens, room),
                 streaming=asked.stream,
                 record_timestamps=True,
                 cache_salt=asked.cache_salt,
@@ -190,14 +168,6 @@ class Service:
         if self.is_draining:
             return shutting_down()
         return ApiError(503, "the request was cancelled", kind="server_error", code="cancelled")
-
-
-def _num_characters(given: Any) -> int:
-    """Of all texts in it."""
-    if isinstance(given, str):
-        return len(given)
-    inner = given.values() if isinstance(given, Mapping) else given if isinstance(given, list | tuple) else ()
-    return sum(map(_num_characters, inner))
 
 
 async def _next(outputs: Outputs, deadline: float | None) -> tuple[int, GenerationOutput] | None:

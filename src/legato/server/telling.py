@@ -41,7 +41,7 @@ class Telling(Protocol):
     def end(self) -> Iterable[Event]:
         """What a stream tells after the last output."""
 
-    def failed(self, error: ApiError) -> Event:
+    def failed(self, error: ApiError) -> Iterable[Event]:
         """In place of the end: a stream's status is sent already."""
 
 
@@ -80,6 +80,7 @@ async def _events(
             for one in telling.end():
                 yield event(one)
         except Exception as error:  # noqa: BLE001 - it must be told here, whatever it is
-            yield event(telling.failed(error if isinstance(error, ApiError) else ApiError.of(error)))
+            for one in telling.failed(error if isinstance(error, ApiError) else ApiError.of(error)):
+                yield event(one)
     if telling.closing:
         yield telling.closing
