@@ -1,4 +1,6 @@
 import json
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +10,22 @@ import torch
 from legato.models import load_model, load_tokenizer
 
 DATA = Path(__file__).parent / "data"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _share_of_the_processors() -> None:
+    """Workers of pytest-xdist compute with one thread each; servers that tests start take all there are."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def all_processors() -> Iterator[None]:
+    """For what must be right with several threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(max(2, os.cpu_count() or 1))
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,8 @@ from legato import ContinuousBatchingConfig, GenerationConfig, enable
 from legato.text import encode, encode_chat
 from tests.parity.reference import Reference, count_near_ties, reference
 
+pytestmark = pytest.mark.usefixtures("all_processors")
+
 NUM_PROMPTS = 32
 NEW_TOKENS = 10
 LONG_NEW_TOKENS = 8
