@@ -27,7 +27,7 @@ from legato.sampling_params import STRUCTURED
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 0.2
-MOST_COMPILING = 4
+MOST_COMPILING = 2  # grammars at a time: each takes a core from the engine
 
 
 class ContinuousBatchingManager:

@@ -124,7 +124,7 @@ def test_a_request_longer_than_the_cache_fails_alone_and_at_once(smollm2: Any) -
         ContinuousBatchingConfig(page_size=PAGE, num_blocks=4),
     )
     with manager.session():
-        with pytest.raises(InvalidValueError, match=r"100 tokens .* holds 64"):
+        with pytest.raises(InvalidValueError, match=r"100 tokens: with 4 new ones, 103 .* holds 64"):
             manager.add_request([5] * 100)
         ids = manager.add_requests([[5] * 100, [6] * 20])
         outputs = {output.request_id: output for output in manager}

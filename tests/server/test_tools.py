@@ -69,6 +69,12 @@ def test_the_named_tool_is_called_once(client: openai.OpenAI, name: str) -> None
     check(choice.message.tool_calls[0])
 
 
+@pytest.mark.parametrize("size", range(1, 8))
+def test_a_required_call_that_is_cut_off_is_no_text(client: openai.OpenAI, size: int) -> None:
+    choice = client.chat.completions.create(**{**ASKED, "max_tokens": size}, tool_choice="required").choices[0]
+    assert (choice.finish_reason, choice.message.content or "") == ("length", "")
+
+
 def test_a_stream_tells_the_same_calls(client: openai.OpenAI) -> None:
     asked = {**ASKED, "tool_choice": "required", "seed": 3, "n": 2}
     whole = client.chat.completions.create(**asked)
@@ -337,6 +343,10 @@ def events(style: ToolStyle, text: str, rng: random.Random) -> list[Event]:
         ),
         (TAGGED, '<tool_call>\n{"name": "f", "arguments": {"a":1', [("name", "f"), ("arguments", '{"a":1')]),
         (TAGGED, '<tool_call>\n{"na', []),
+        (TAGGED, "<tool_", [("content", "<tool_")]),
+        (replace(TAGGED, starts_answer=True), "<tool_", []),
+        (BARE, '{"na', []),
+        (BARE, "x {", [("content", "x {")]),
         (
             TAGGED,
             '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>\n<tool_',

@@ -334,6 +334,7 @@ def test_strict_refuses_what_it_does_not_know(manager: ContinuousBatchingManager
          {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 5}}),
         ("/v1/chat/completions", "chat_template_kwargs",
          {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"self": 5}}),
+        ("/v1/completions", "min_tokens", {"prompt": "x", "min_tokens": 4, "max_tokens": 3}),
         ("/v1/completions", "stop", {"prompt": "x", "stop": ["max_new_tokens=5", ""]}),
         ("/v1/completions", "n", {"prompt": [1], "n": -5, "timeout": 1e-9}),
         ("/v1/completions", "prompt", {"prompt": "\ud800"}),

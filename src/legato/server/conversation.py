@@ -74,6 +74,7 @@ def _prepare(tokenizer: Any, asked: ChatRequest, messages: Sequence[dict[str, An
     is_required = asked.tool_choice != "auto"
     is_parallel = asked.parallel_tool_calls and not isinstance(asked.tool_choice, NamedTool)
     grammar = tool_grammar(_callable(asked, tools), style, is_required, is_parallel, content)
+    style = replace(style, starts_answer=style.starts_answer or is_required)
     return Conversation(prompt, {**sampling, "grammar": grammar}, style)
 
 

@@ -106,21 +106,8 @@ class Service:
         Raises:
             ApiError: they are too many, or may have too few tokens.
         """
-        num_choices = len(prompts) * (asked.n or 1)
-        most = min(self.limits.choices, self.manager.config.max_queue_size or self.limits.choices)
-        if num_choices > most:
-            raise ApiError(
-                400,
-                f"there are {num_choices} choices to make, for each prompt n: at most {most} are allowed in a call",
-                "prompt" if asked.n in (None, 1) else "n",
-            )
-        only_scores = asked.only_scores()
-        new_tokens = None if only_scores else asked.new_tokens()
-        if new_tokens is not None and new_tokens < 1:
-            name = asked.renamed().get("max_new_tokens", "max_tokens")
-            told = f"{name}={new_tokens} is not allowed: it must be at least 1"
-            scores = "; 0 is for completions with echo, logprobs and one choice"
-            raise ApiError(400, told + (scores if isinstance(asked, CompletionRequest) else ""), name)
+        self._refuse_too_many(asked, len(prompts))
+        only_scores, new_tokens = asked.only_scores(), _new_tokens(asked)
         room = max(1, self.manager.max_tokens - max(map(len, prompts), default=0))
         return [
             RequestSpec(
@@ -135,6 +122,13 @@ class Service:
             )
             for prompt in prompts
         ]
+
+    def _refuse_too_many(self, asked: GenerationRequest, num_prompts: int) -> None:
+        num_choices = num_prompts * (asked.n or 1)
+        most = min(self.limits.choices, self.manager.config.max_queue_size or self.limits.choices)
+        if num_choices > most:
+            told = f"there are {num_choices} choices to make, for each prompt n: at most {most} are allowed in a call"
+            raise ApiError(400, told, "prompt" if asked.n in (None, 1) else "n")
 
     async def run(self, asked: GenerationRequest, specs: Sequence[RequestSpec], deadline: Deadline) -> Outputs:
         """All outputs of the requests; the first that fails ends the call. Closing it early cancels them.
@@ -168,6 +162,24 @@ class Service:
         if self.is_draining:
             return shutting_down()
         return ApiError(503, "the request was cancelled", kind="server_error", code="cancelled")
+
+
+def _new_tokens(asked: GenerationRequest) -> int | None:
+    """New tokens at most, as asked for, if they are, and if there are to be any.
+
+    Raises:
+        ApiError: they are too few.
+    """
+    new_tokens = None if asked.only_scores() else asked.new_tokens()
+    if new_tokens is not None and new_tokens < 1:
+        name = asked.renamed().get("max_new_tokens", "max_tokens")
+        told = f"{name}={new_tokens} is not allowed: it must be at least 1"
+        scores = "; 0 is for completions with echo, logprobs and one choice"
+        raise ApiError(400, told + (scores if isinstance(asked, CompletionRequest) else ""), name)
+    if new_tokens is not None and (asked.min_tokens or 0) > new_tokens:
+        told = f"min_tokens={asked.min_tokens} is not allowed: only {new_tokens} new tokens are"
+        raise ApiError(400, told, "min_tokens")
+    return new_tokens
 
 
 async def _next(outputs: Outputs, deadline: float | None) -> tuple[int, GenerationOutput] | None:

@@ -227,8 +227,9 @@ class ToolCallReader:
             held = next((n for n in range(len(trigger), 0, -1) if rest.endswith(trigger[:n])), 0)
             content = rest[: len(rest) - held].rstrip()  # the end of the line before a call belongs to it
         else:
-            # After a call only another one may come: one that was cut off as it began is no text.
-            content = "" if self._num_calls and trigger.startswith(rest) else rest
+            # Where only a call may come, one that was cut off as it began is no text.
+            only_calls = self._num_calls > 0 or (self._style.starts_answer and self._may_call)
+            content = "" if only_calls and trigger.startswith(rest) else rest
         self._rest = rest[len(content) :]
         return ("content", content) if content else None
 
