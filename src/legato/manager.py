@@ -274,10 +274,14 @@ class ContinuousBatchingManager:
         with self._router.mail_to(loop) as mail:
             threads = self._compiling if has_grammar else self._submitting  # no other waits for a grammar
             submitting = threads.submit(self._submit_all, specs, mail.handler(inbox))
+            submitted = asyncio.wrap_future(submitting)
             try:
-                unfinished = await asyncio.shield(asyncio.wrap_future(submitting))
+                unfinished = await asyncio.shield(submitted)
             except asyncio.CancelledError:
                 submitting.cancel()
+                submitted.add_done_callback(
+                    lambda done: done.cancelled() or done.exception()
+                )  # who is there to raise it
                 submitting.add_done_callback(withdraw)  # one that has begun goes on, and must leave no requests behind
                 raise
             try:
@@ -435,7 +439,7 @@ class ContinuousBatchingManager:
             return self._factory.make(self._defaults, request_id, spec)
         except InvalidValueError as error:
             request = self._factory.make_failed(request_id, spec, str(error))
-            logger.warning("request %s fails alone: %.200r", request_id, str(error))  # whose text may be anybody's
+            logger.info("request %s fails alone: %.200r", request_id, str(error))  # whose text may be anybody's
             return request
 
 

@@ -157,6 +157,13 @@ def test_null_is_as_good_as_nothing(kind: Any) -> None:
     own = {name: value for name, value in needed.items() if name in kind.model_fields}
     nulls = dict.fromkeys(kind.model_fields.keys() - own.keys())
     assert kind(**own, **nulls).model_dump() == kind(**own).model_dump()
+    inner: Any = {
+        "response_format": {"type": "json_object", "json_schema": None, "schema": None},
+        "text": {"format": None, "verbosity": None},
+        "stream_options": {"include_usage": None},
+    }
+    asked = kind(**own, **{name: value for name, value in inner.items() if name in kind.model_fields})
+    assert not asked.ignored_fields()
 
 
 @pytest.mark.parametrize("depth", [100, 200, 240, 480])

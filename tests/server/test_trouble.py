@@ -1,6 +1,7 @@
 """What goes wrong: engines that fail, clients that are slow, gone or too many, servers that must stop."""
 
 import asyncio
+import gc
 import json
 import signal
 import socket
@@ -334,6 +335,11 @@ def test_strict_refuses_what_it_does_not_know(manager: ContinuousBatchingManager
          {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"messages": 5}}),
         ("/v1/chat/completions", "chat_template_kwargs",
          {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"self": 5}}),
+        ("/v1/completions", "min_tokens", {"prompt": "x", "min_tokens": 10**9}),
+        ("/v1/chat/completions", "response_format",
+         {"messages": [{"role": "user", "content": "x"}],
+          "response_format": {"type": "text", "json_schema": {"name": "a", "schema": {}}}}),
+        ("/v1/responses", "text", {"input": "x", "text": {"format": {"type": "text", "schema": {}}}}),
         ("/v1/completions", "min_tokens", {"prompt": "x", "min_tokens": 4, "max_tokens": 3}),
         ("/v1/completions", "stop", {"prompt": "x", "stop": ["max_new_tokens=5", ""]}),
         ("/v1/completions", "n", {"prompt": [1], "n": -5, "timeout": 1e-9}),
@@ -467,6 +473,8 @@ def test_whatever_a_call_waits_for_it_is_told_of_the_end(
             terminate()
             time.sleep(0.1)
             terminate()
+            with suppress(httpx.TransportError):  # it may be gone already
+                assert ids(url).status_code == 503
             for call in (*compiling, whole):
                 assert call.result(10).status_code == 503
                 assert call.result().json()["error"]["code"] == "shutting_down"
@@ -597,6 +605,26 @@ def test_who_is_cancelled_while_submitting_leaves_no_request_behind(manager: Con
             time.sleep(0.01)
         assert not manager._thread._unfinished
         assert manager.stats.num_generated_tokens < 3000
+
+
+def test_who_is_gone_is_told_of_no_failure(manager: ContinuousBatchingManager) -> None:
+    """Of a submission that fails after its client has left nobody hears, and nothing complains of that."""
+
+    async def submit_and_go() -> list[str]:
+        complaints: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told["message"]))
+        for _ in range(20):
+            asking = asyncio.ensure_future(anext(manager.as_completed_async([RequestSpec([1], 2)] * 5)))  # over 4
+            await asyncio.sleep(0)
+            asking.cancel()
+            with suppress(asyncio.CancelledError):
+                await asking
+        await asyncio.sleep(0.3)
+        gc.collect()
+        return complaints
+
+    with manager.session():
+        assert asyncio.run(submit_and_go()) == []
 
 
 def test_an_address_in_use_is_told_before_the_model_is_loaded() -> None:

@@ -13,6 +13,7 @@ import typer
 from legato.cli.settings import read_settings, with_settings
 from legato.config import WorkloadHints
 from legato.errors import InvalidValueError, MissingExtraError
+from legato.terminal import quiet_libraries_when_piped
 
 KEY_VARIABLE = "LEGATO_API_KEY"
 CPU_BATCH_TOKENS = 512  # every stream waits for all of a pass, which is a second of a small model with 2,000
@@ -71,6 +72,7 @@ def serve(
         raise InvalidValueError(f"--api-key or {KEY_VARIABLE} is empty: leave it out to let everybody in")
     engine = read_settings(config, settings)
     _check_address(host, port)
+    quiet_libraries_when_piped()
     with _imports_uncollected():
         from legato.llm import LLM
         from legato.models import torch_dtype

@@ -99,7 +99,7 @@ def as_chat(asked: ResponsesRequest) -> ChatRequest:
         InvalidValueError: an item of a kind that is not known, or of another shape.
     """
     wanted, choice = asked.text.format, asked.tool_choice
-    schema = None if wanted.definition is None else {"name": wanted.name, "schema": wanted.definition}
+    schema = None if wanted.definition is None else {"schema": wanted.definition}
     named = {"type": "function", "function": {"name": choice.name}} if isinstance(choice, NamedFunction) else choice
     tools = [{name: value for name, value in tool if name != "type"} for tool in asked.tools]
     fields = {

@@ -59,7 +59,7 @@ class OpenCalls:
 
     def __init__(self) -> None:
         self._silent: set[asyncio.Task[Any]] = set()  # of whose answers nothing has been sent
-        self._has_ended = False
+        self.has_ended = False
         self.number = 0
 
     async def answer(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
@@ -76,7 +76,7 @@ class OpenCalls:
         try:
             await app(scope, receive, begun)
         except asyncio.CancelledError:
-            if not (self._has_ended and task in self._silent):
+            if not (self.has_ended and task in self._silent):
                 raise
             task.uncancel()
             await refuse(shutting_down())(scope, receive, send)
@@ -86,7 +86,7 @@ class OpenCalls:
 
     def end(self) -> None:
         """Give up, whatever they wait for, the calls whose answers have not begun: they are told so."""
-        self._has_ended = True
+        self.has_ended = True
         for task in self._silent:
             task.cancel()
 
@@ -140,6 +140,8 @@ class Gate:
         return bounded
 
     def _refusal(self, path: str, headers: dict[bytes, bytes]) -> ApiError | None:
+        if self._open_calls.has_ended:
+            return shutting_down()
         is_open = path in OPEN_PATHS or path.startswith(OPEN_FOLDER)
         if not is_open and not self._is_known(headers.get(b"authorization", b"")):
             return ApiError(401, "the API key is missing or wrong", kind="authentication_error", code="invalid_api_key")

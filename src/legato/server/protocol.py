@@ -48,37 +48,8 @@ def _values(kinds: type | tuple[type, ...], said: str) -> Callable[[Any], Any]:
     return check
 
 
-class StreamOptions(BaseModel):
-    """See OpenAI's reference."""
-
-    model_config = ConfigDict(extra="allow")
-    include_usage: bool = False
-
-
-class JsonSchema(BaseModel):
-    """A named schema."""
-
-    model_config = ConfigDict(extra="forbid")
-    name: str = "answer"
-    description: str | None = None
-    strict: bool | None = Field(default=None, description="It always is, here.")
-    definition: dict[str, Any] = Field(default_factory=dict, alias="schema")
-
-
-class ResponseFormat(BaseModel):
-    """What the answer must be. What is not known is refused: nothing would hold the answer to it."""
-
-    model_config = ConfigDict(extra="forbid")
-    type: Literal["text", "json_object", "json_schema"] = "text"
-    json_schema: JsonSchema | None = None
-
-
-class Call(BaseModel):
-    """What all requests have."""
-
-    model_config = ConfigDict(extra="allow")
-
-    model: str | None = None
+class Sent(BaseModel):
+    """An object that clients send."""
 
     @model_validator(mode="before")
     @classmethod
@@ -89,6 +60,39 @@ class Call(BaseModel):
         if len(given) > MOST_FIELDS:
             raise ValueError(f"there are {len(given)} fields: at most {MOST_FIELDS} are allowed")
         return {name: value for name, value in given.items() if value is not None}
+
+
+class StreamOptions(Sent):
+    """See OpenAI's reference."""
+
+    model_config = ConfigDict(extra="allow")
+    include_usage: bool = False
+
+
+class JsonSchema(Sent):
+    """A named schema."""
+
+    model_config = ConfigDict(extra="forbid")
+    name: str = "answer"
+    description: str | None = None
+    strict: bool | None = Field(default=None, description="It always is, here.")
+    definition: dict[str, Any] = Field(default_factory=dict, alias="schema")
+
+
+class ResponseFormat(Sent):
+    """What the answer must be. What is not known is refused: nothing would hold the answer to it."""
+
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    json_schema: JsonSchema | None = None
+
+
+class Call(Sent):
+    """What all requests have."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
 
     def nested(self) -> dict[str, BaseModel | None]:
         """Objects in it whose unknown fields are told of too."""
@@ -240,20 +244,19 @@ class ChatRequest(GenerationRequest):
         if schema is None:
             return given
         if "json_schema" in given:
-            kind = None if self.response_format is None else self.response_format.type
-            raise InvalidValueError(f"json_schema is not allowed beside response_format={kind!r}")
+            raise InvalidValueError("json_schema is not allowed where the form of the answer is said already")
         return {**given, "json_schema": schema}
 
     def answer_schema(self) -> dict[str, Any] | None:
         """What `response_format` asks for."""
         wanted = self.response_format
-        if wanted is None or wanted.type == "text":
+        if wanted is None:
             return None
-        if wanted.type == "json_object":
-            return {"type": "object"}
-        if wanted.json_schema is None:
-            raise InvalidValueError("response_format of type 'json_schema' must have json_schema")
-        return wanted.json_schema.definition
+        if (wanted.json_schema is None) == (wanted.type == "json_schema"):
+            raise InvalidValueError("response_format must have a schema if its type is 'json_schema', else none")
+        if wanted.json_schema is not None:
+            return wanted.json_schema.definition
+        return {"type": "object"} if wanted.type == "json_object" else None
 
     def new_tokens(self) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
@@ -302,18 +305,18 @@ class DetokenizeRequest(Call):
     tokens: ListOf[int]
 
 
-class TextFormat(BaseModel):
+class TextFormat(Sent):
     """What the answer must be."""
 
     model_config = ConfigDict(extra="forbid")
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str = "answer"
+    name: str | None = None
     description: str | None = None
     strict: bool | None = Field(default=None, description="It always is, here.")
     definition: dict[str, Any] | None = Field(default=None, alias="schema")
 
 
-class TextSettings(BaseModel):
+class TextSettings(Sent):
     """See OpenAI's reference."""
 
     model_config = ConfigDict(extra="allow")

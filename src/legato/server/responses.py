@@ -100,6 +100,8 @@ class ResponseItems:
         return ()
 
     def failed(self, error: ApiError) -> Iterable[Event]:
+        for item in self._items[-1:]:
+            item["status"] = "completed" if item["status"] == "completed" else "incomplete"
         self._status, self._error = "failed", {"code": error.code or "server_error", "message": str(error)}
         yield self._event("error", code=error.code, message=str(error), param=error.param)
         yield self._event("response.failed", response=self._response())

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import signal
 from collections.abc import Callable
 from types import FrameType
@@ -91,7 +92,7 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = self.force_exit = True
             return
         if self._service.is_draining:
-            self._hurries = True
+            self._hurries, self.force_exit = True, self.should_exit  # calls have ended, but what was sent is not read
             return
         self._service.is_draining = True
         self._loop.call_soon_threadsafe(self._start_draining, signal.Signals(sig).name)
@@ -104,7 +105,7 @@ class DrainingServer(uvicorn.Server):
             self._ready(f"http://{f'[{host}]' if ':' in host else host}:{port}")
 
     def _start_draining(self, why: str) -> None:
-        told = "%s: %d calls run; they have %g seconds to finish, once more ends them now"
+        told = "%s: calls that run: %d; they have %g seconds to finish, once more ends them now"
         if self._service.open_calls.number:  # somebody may wonder what it waits for
             logger.warning(told, why, self._service.open_calls.number, self._drain_timeout)
         self._draining = asyncio.ensure_future(self._drain())
@@ -133,6 +134,7 @@ def new_server(
     config = uvicorn.Config(
         create_app(service), host=host, port=port, log_level="warning", access_log=False, server_header=False,
         timeout_keep_alive=30, http=ImpatientProtocol,
+        timeout_graceful_shutdown=max(2, math.ceil(drain_timeout)),  # for what was sent to be read
     )  # fmt: skip
     return DrainingServer(config, service, drain_timeout, ready)
 

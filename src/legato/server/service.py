@@ -107,18 +107,17 @@ class Service:
             ApiError: they are too many, or may have too few tokens.
         """
         self._refuse_too_many(asked, len(prompts))
-        only_scores, new_tokens = asked.only_scores(), _new_tokens(asked)
-        room = max(1, self.manager.max_tokens - max(map(len, prompts), default=0))
+        new_tokens = _new_tokens(asked, room=max(1, self.manager.max_tokens - max(map(len, prompts), default=0)))
         return [
             RequestSpec(
                 prompt,
-                None if only_scores else new_tokens or min(asked.default_tokens, room),
+                new_tokens,
                 streaming=asked.stream,
                 record_timestamps=True,
                 cache_salt=asked.cache_salt,
                 sampling=asked.sampling() if sampling is None else sampling,
                 priority=asked.priority,
-                score_from=1 if only_scores else None,
+                score_from=1 if asked.only_scores() else None,
             )
             for prompt in prompts
         ]
@@ -127,7 +126,7 @@ class Service:
         num_choices = num_prompts * (asked.n or 1)
         most = min(self.limits.choices, self.manager.config.max_queue_size or self.limits.choices)
         if num_choices > most:
-            told = f"there are {num_choices} choices to make, for each prompt n: at most {most} are allowed in a call"
+            told = f"the call asks for {num_choices} choices in all: at most {most} can be made at a time"
             raise ApiError(400, told, "prompt" if asked.n in (None, 1) else "n")
 
     async def run(self, asked: GenerationRequest, specs: Sequence[RequestSpec], deadline: Deadline) -> Outputs:
@@ -164,22 +163,25 @@ class Service:
         return ApiError(503, "the request was cancelled", kind="server_error", code="cancelled")
 
 
-def _new_tokens(asked: GenerationRequest) -> int | None:
-    """New tokens at most, as asked for, if they are, and if there are to be any.
+def _new_tokens(asked: GenerationRequest, room: int) -> int | None:
+    """New tokens at most, `room` of them where the call does not say; None: there are to be none.
 
     Raises:
         ApiError: they are too few.
     """
-    new_tokens = None if asked.only_scores() else asked.new_tokens()
-    if new_tokens is not None and new_tokens < 1:
+    if asked.only_scores():
+        return None
+    least = asked.min_tokens or 0
+    given = asked.new_tokens()
+    most = min(max(asked.default_tokens, least), room) if given is None else given
+    if most < 1:
         name = asked.renamed().get("max_new_tokens", "max_tokens")
-        told = f"{name}={new_tokens} is not allowed: it must be at least 1"
+        told = f"{name}={most} is not allowed: it must be at least 1"
         scores = "; 0 is for completions with echo, logprobs and one choice"
         raise ApiError(400, told + (scores if isinstance(asked, CompletionRequest) else ""), name)
-    if new_tokens is not None and (asked.min_tokens or 0) > new_tokens:
-        told = f"min_tokens={asked.min_tokens} is not allowed: only {new_tokens} new tokens are"
-        raise ApiError(400, told, "min_tokens")
-    return new_tokens
+    if least > most:
+        raise ApiError(400, f"min_tokens={least} is not allowed: only {most} new tokens are", "min_tokens")
+    return most
 
 
 async def _next(outputs: Outputs, deadline: float | None) -> tuple[int, GenerationOutput] | None:
