@@ -613,9 +613,9 @@ def test_who_is_gone_is_told_of_no_failure(manager: ContinuousBatchingManager) -
     async def submit_and_go() -> list[str]:
         complaints: list[str] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, told: complaints.append(told["message"]))
-        for _ in range(20):
+        with manager._thread._turn:  # for which the submission waits
             asking = asyncio.ensure_future(anext(manager.as_completed_async([RequestSpec([1], 2)] * 5)))  # over 4
-            await asyncio.sleep(0)
+            await asyncio.sleep(0.2)
             asking.cancel()
             with suppress(asyncio.CancelledError):
                 await asking
