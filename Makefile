@@ -41,7 +41,7 @@ demo: setup  ## Fetch one small model and run examples/demo.py on it
 	$(BIN)/python examples/demo.py
 
 test: setup models  ## Run the tests (PYTEST_ARGS=... for pytest's options)
-	$(BIN)/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile $(PYTEST_ARGS)
 
 fuzz: setup models  ## Send a server what its OpenAPI allows and forbids, for 10 minutes
 	LEGATO_FUZZ_SECONDS=600 $(BIN)/python -m pytest -s --timeout 900 tests/server/test_openapi.py -k fuzz

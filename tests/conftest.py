@@ -14,9 +14,10 @@ DATA = Path(__file__).parent / "data"
 
 @pytest.fixture(scope="session", autouse=True)
 def _share_of_the_processors() -> None:
-    """Workers of pytest-xdist compute with one thread each; servers that tests start take all there are."""
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        torch.set_num_threads(1)
+    """Workers of pytest-xdist share them for what they compute; servers that tests start take all there are."""
+    workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    if workers > 1:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
 
 
 @pytest.fixture(scope="module")
