@@ -279,10 +279,9 @@ class ContinuousBatchingManager:
                 unfinished = await asyncio.shield(submitted)
             except asyncio.CancelledError:
                 submitting.cancel()
-                submitted.add_done_callback(
-                    lambda done: done.cancelled() or done.exception()
-                )  # who is there to raise it
-                submitting.add_done_callback(withdraw)  # one that has begun goes on, and must leave no requests behind
+                # One that has begun goes on: it must leave no requests behind, and nobody hears of its failure.
+                submitting.add_done_callback(withdraw)
+                submitted.add_done_callback(lambda done: done.cancelled() or done.exception())
                 raise
             try:
                 while unfinished:

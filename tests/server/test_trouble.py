@@ -439,10 +439,11 @@ def test_what_is_still_tokenized_is_given_up_with_its_client_and_told_of_the_end
             slow.goes_on.set()
 
 
-def test_whatever_a_call_waits_for_it_is_told_of_the_end(
+@pytest.fixture
+def slow_compiler(
     smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A grammar, the rest of its own body, and its turn; and who has had a part of a stream is told there."""
+) -> tuple[ContinuousBatchingManager, threading.Event]:
+    """A manager, and what its grammars wait for before they are compiled."""
     goes_on, compile_it = threading.Event(), GrammarCompiler._compiled
 
     def slowly(compiler: GrammarCompiler, name: str, text: str) -> Any:
@@ -453,6 +454,14 @@ def test_whatever_a_call_waits_for_it_is_told_of_the_end(
     config = ContinuousBatchingConfig(page_size=16, num_blocks=400, max_batch_tokens=256)
     model = tiny_llama(vocab_size=len(smollm2_tokenizer))
     manager = ContinuousBatchingManager(model, continuous_batching_config=config, tokenizer=smollm2_tokenizer)
+    return manager, goes_on
+
+
+def test_whatever_a_call_waits_for_it_is_told_of_the_end(
+    smollm2_tokenizer: Any, slow_compiler: tuple[ContinuousBatchingManager, threading.Event]
+) -> None:
+    """A grammar, the rest of its own body, and its turn; and who has had a part of a stream is told there."""
+    manager, goes_on = slow_compiler
 
     def half_a_body(url: str) -> bytes:
         host, port = url.removeprefix("http://").split(":")
@@ -495,17 +504,10 @@ def test_streams_in_longer_parts(smollm2_tokenizer: Any) -> None:
     assert "".join(piece["text"] for piece in pieces) == whole and pieces[-1]["finish_reason"] == "length"
 
 
-def test_who_asks_for_no_grammar_waits_for_none(smollm2_tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    goes_on, compile_it = threading.Event(), GrammarCompiler._compiled
-
-    def slowly(compiler: GrammarCompiler, name: str, text: str) -> Any:
-        assert goes_on.wait(60)
-        return compile_it(compiler, name, text)
-
-    monkeypatch.setattr(GrammarCompiler, "_compiled", slowly)
-    config = ContinuousBatchingConfig(page_size=16, num_blocks=400, max_batch_tokens=256)
-    model = tiny_llama(vocab_size=len(smollm2_tokenizer))
-    manager = ContinuousBatchingManager(model, continuous_batching_config=config, tokenizer=smollm2_tokenizer)
+def test_who_asks_for_no_grammar_waits_for_none(
+    smollm2_tokenizer: Any, slow_compiler: tuple[ContinuousBatchingManager, threading.Event]
+) -> None:
+    manager, goes_on = slow_compiler
     with serving(manager, smollm2_tokenizer) as url, ThreadPoolExecutor(40) as threads:
         slow = [threads.submit(ids, url, max_tokens=4, regex="[ab]{2}") for _ in range(40)]
         try:

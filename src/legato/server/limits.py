@@ -1,4 +1,4 @@
-"""What stands before every request: keys, and how large a body may be."""
+"""What stands before every request: keys, how large a body may be, and that nobody is left waiting at the end."""
 
 import asyncio
 import hmac
